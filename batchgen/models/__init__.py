@@ -1,0 +1,1 @@
+"""The native decoder and how weights get into it. Knows no engine."""

@@ -1,0 +1,1 @@
+"""The known future: order, trie, groups, estimate. numpy and pyarrow, no torch."""

@@ -1,0 +1,1 @@
+"""What happened, in numbers: counters and the summary."""

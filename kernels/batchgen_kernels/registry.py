@@ -1,0 +1,91 @@
+"""Which implementation of each op runs, and why. One table, one choice per process, printed by the CLI.
+
+An op has up to three implementations: `reference` (plain, slow, the oracle of the tests), `torch` (the CPU backend) and
+`triton`. A backend that lacks an op falls back to `torch` for that op, by name, and `Choice.reason` says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+# op -> {implementation: "module:function"}; the module is imported when the op is chosen, not before
+OPS: dict[str, dict[str, str]] = {
+    "rms_norm": {"reference": "rms_norm:rms_norm_reference", "torch": "rms_norm:rms_norm_torch"},
+    "add_rms_norm": {"reference": "rms_norm:add_rms_norm_reference", "torch": "rms_norm:add_rms_norm_torch"},
+    "rotary_embedding": {"reference": "rotary:rotary_embedding_reference", "torch": "rotary:rotary_embedding_torch"},
+    "silu_and_mul": {"reference": "activation:silu_and_mul_reference", "torch": "activation:silu_and_mul_torch"},
+    "write_kv": {"reference": "kv_cache:write_kv_reference", "torch": "kv_cache:write_kv_torch"},
+    "copy_blocks": {"reference": "kv_cache:copy_blocks_reference", "torch": "kv_cache:copy_blocks_torch"},
+    "plan_attention": {"reference": "attention_reference:plan_attention_reference", "torch": "attention_torch:plan_attention_torch"},
+}
+BACKENDS = ("reference", "torch", "triton")
+
+
+class Choice(NamedTuple):
+    """The implementation chosen for one op, and the reason in words."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+class Ops:
+    """The chosen functions as attributes (`ops.rms_norm(...)`), with `choices` for the report."""
+
+    def __init__(self, backend: str, backend_reason: str) -> None:
+        self.backend = backend
+        self.backend_reason = backend_reason
+        self.choices: list[Choice] = []
+        for op, implementations in OPS.items():
+            name, reason = backend, backend_reason
+            if backend not in implementations:
+                name, reason = "torch", f"{backend} has no {op}"
+            self.choices.append(Choice(op, name, reason))
+            setattr(self, op, load(op, name))
+
+    def __getattr__(self, op: str) -> Any:  # only reached for a name that is not an op
+        raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}")
+
+    @property
+    def shares_prefix_reads(self) -> bool:
+        """Whether the attention of this backend reads shared-prefix groups (`group_*` of the metadata)."""
+        return bool(getattr(self.plan_attention, "shares_prefix_reads", False))
+
+
+def load(op: str, implementation: str) -> Any:
+    """The function that implements `op`; KeyError for an op or implementation that is not in the table."""
+    module, function = OPS[op][implementation].split(":")
+    return getattr(importlib.import_module(f"batchgen_kernels.{module}"), function)
+
+
+def triton_available() -> tuple[bool, str]:
+    """Whether Triton kernels can run on this machine (a GPU, or the interpreter), and why or why not."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True, "the Triton interpreter is on (TRITON_INTERPRET=1)"
+    if torch.cuda.is_available():
+        return True, f"a GPU is there ({torch.cuda.get_device_name()})"
+    return False, "no GPU and TRITON_INTERPRET is not 1"
+
+
+def select_ops(backend: str = "auto", device: str | torch.device = "cpu") -> Ops:
+    """Choose a backend for `device`: triton on a GPU, torch on the CPU, or the one that is named.
+
+    Raises ValueError for an unknown backend, and for triton where it cannot run.
+    """
+    on_gpu = torch.device(device).type != "cpu"
+    available, why = triton_available()
+    if backend == "auto":
+        backend = "triton" if on_gpu and available else "torch"
+        return Ops(backend, f"chosen for device {device}: {why}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
+    if backend == "triton" and not available:
+        raise ValueError(f"backend triton cannot run here: {why}")
+    return Ops(backend, "asked for")
