@@ -1,7 +1,8 @@
-"""What flows between the stages: Prompt -> (token store) -> Request -> Completion -> Part. Knows no stage."""
+"""What flows between the stages: Prompt -> (token store) -> Window -> Completion -> Part. Knows no stage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -46,13 +47,51 @@ class Prompt(NamedTuple):
     segments: list[tuple[str, bool]] | None = None
 
 
-class Request(NamedTuple):
-    """One thing to generate: sample `sample_index` of row `row`."""
+class Window(NamedTuple):
+    """The rows that are planned together, in the order in which they will be admitted.
 
-    row: int
-    sample_index: int
-    row_key: int
-    token_ids: np.ndarray  # [num_prompt_tokens] int32
+    In prefix order they form a depth-first walk of the tree of full blocks. Block d of row i is read again by the rows
+    after i as long as each of them shares more than d blocks with its predecessor:
+
+        i                0   1   2   3   4   5
+        shared_blocks    0   3   3   1   4   0      block 2 of row 0 has two uses to come: rows 1 and 2
+    """
+
+    tokens: Callable[[int], np.ndarray]  # row index in the token store -> [length] int32
+    index: np.ndarray  # [n] int64, position in the token store
+    lengths: np.ndarray  # [n] int32, prompt tokens
+    shared_tokens: np.ndarray  # [n] int32, tokens shared with the row before
+    shared_blocks: np.ndarray  # [n] int32, full blocks shared with the row before
+    next_smaller: np.ndarray  # [n] int64, the next row that shares fewer blocks than this one (n if there is none)
+    block_size: int
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def prompt(self, i: int) -> np.ndarray:
+        return self.tokens(int(self.index[i]))
+
+    def remaining_uses(self, i: int) -> np.ndarray:
+        """[lengths[i] // block_size] int32: rows after i that share each full block of row i. Not increasing."""
+        uses = np.zeros(int(self.lengths[i]) // self.block_size, np.int32)
+        j, end = i + 1, len(self)
+        while j < end and self.shared_blocks[j] > 0:
+            k = int(self.next_smaller[j])
+            deeper = int(self.shared_blocks[k]) if k < end else 0
+            uses[deeper : int(self.shared_blocks[j])] = k - (i + 1)
+            j = k
+        return uses
+
+    def num_cached(self) -> np.ndarray:
+        """[n] int32: prompt tokens that each row finds in the cache, if the pool holds the path and the running set.
+
+        Whole blocks, and never the last token: it is computed again for its logits.
+        """
+        return np.minimum(self.shared_blocks, (self.lengths - 1) // self.block_size) * self.block_size
+
+    def num_computed(self) -> int:
+        """Prompt tokens to compute = tokens on the edges of the block-aligned prefix tree."""
+        return int((self.lengths - self.num_cached()).sum())
 
 
 @dataclass(slots=True)

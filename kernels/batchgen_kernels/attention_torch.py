@@ -1,1 +1,221 @@
-from batchgen_kernels.attention_reference import plan_attention_reference as plan_attention_torch  # noqa: F401
+"""Paged attention on the CPU: the three forms of a step as a few large calls of torch's own flash attention.
+
+    shared prefix   one product for all members of a group: their query heads are packed into the rows of one matrix, and
+                    the group's keys and values are read once (Hydragen, Juravsky et al. 2024; cascade in FlashInfer)
+    prefill         one causal call a request for its new tokens, one full call for its private context before them
+    decode          requests with about equally many private blocks are gathered and computed in one call
+
+The parts are merged by log-sum-exp: softmax over a union of key sets is the mean of the parts weighted by exp(lse).
+
+Packed layout: with G = num_q_heads / num_kv_heads, row t * G + g of head k is query head k * G + g of token t, so a
+range of tokens is a range of rows and a group is a view. Blocks whose ids are consecutive are read in place.
+
+Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers (the
+engine zeroes a block when it is handed out), because masked scores are computed before they are dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from batchgen_kernels.attention_reference import AttentionPlan
+from batchgen_kernels.metadata import AttentionMetadata
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# Decodes are padded to the longest of their bucket; a bucket is closed where padding would pass this share.
+MAX_PADDING = 0.25
+MIN_BUCKET = 4
+
+
+class BlockRange(NamedTuple):
+    """Where a run of key/value tokens lies: in place, if its blocks are consecutive, or to be gathered."""
+
+    first_slot: int  # of the first token, if in place
+    block_ids: torch.Tensor | None  # [num_blocks] int64, if gathered
+    num_tokens: int
+
+    def read(self, cache: torch.Tensor) -> torch.Tensor:
+        """cache [num_blocks, block_size, num_kv_heads, D] -> [num_tokens, num_kv_heads, D], a view where possible."""
+        if self.block_ids is None:
+            return cache.flatten(0, 1)[self.first_slot : self.first_slot + self.num_tokens]
+        return cache.index_select(0, self.block_ids).flatten(0, 1)[: self.num_tokens]
+
+
+def block_range(blocks: torch.Tensor, num_tokens: int, block_size: int) -> BlockRange:
+    """blocks: the ids of consecutive blocks of a sequence, from a block boundary on."""
+    ids = blocks[: -(-num_tokens // block_size)].long()
+    first, last = int(ids[0]), int(ids[-1])
+    in_place = last - first == len(ids) - 1 and bool((ids[1:] - ids[:-1] == 1).all())
+    return BlockRange(first * block_size, None if in_place else ids, num_tokens)
+
+
+class GroupLevel(NamedTuple):
+    """Groups with disjoint query ranges, merged together. `rows` is a slice if the ranges leave no gap."""
+
+    queries: list[tuple[int, int]]  # token ranges
+    keys: list[BlockRange]
+    rows: slice | torch.Tensor  # packed rows (token * G + g) of all ranges
+
+
+class Prefill(NamedTuple):
+    tokens: slice
+    context: BlockRange | None  # private keys before the new tokens
+    keys: BlockRange  # private keys up to and with the new tokens
+
+
+class DecodeBucket(NamedTuple):
+    tokens: torch.Tensor  # [B] int64
+    block_ids: torch.Tensor  # [B * max_blocks] int64, padded with the null block
+    mask: torch.Tensor  # [B, 1, 1, max_blocks * block_size] float, 0 or -inf
+    max_blocks: int
+
+
+def group_levels(metadata: AttentionMetadata, group_size: int) -> list[GroupLevel]:
+    """Split the groups into levels of disjoint query ranges, in the order in which they are given."""
+    levels: list[list[int]] = []
+    start, end = metadata.group_query_start.tolist(), metadata.group_query_end.tolist()
+    for g in sorted(range(len(start)), key=lambda g: start[g]):
+        for level in levels:
+            if end[level[-1]] <= start[g]:
+                level.append(g)
+                break
+        else:
+            levels.append([g])
+    offsets = metadata.group_block_start.tolist()
+    result = []
+    for level in levels:
+        queries = [(start[g], end[g]) for g in level]
+        keys = []
+        for g in level:
+            blocks = metadata.group_blocks[offsets[g] : offsets[g + 1]]
+            keys.append(block_range(blocks, len(blocks) * metadata.block_size, metadata.block_size))
+        rows: slice | torch.Tensor
+        if all(a[1] == b[0] for a, b in itertools.pairwise(queries)):
+            rows = slice(queries[0][0] * group_size, queries[-1][1] * group_size)
+        else:
+            rows = torch.cat([torch.arange(a * group_size, b * group_size) for a, b in queries])
+        result.append(GroupLevel(queries, keys, rows))
+    return result
+
+
+def decode_buckets(metadata: AttentionMetadata, dtype: torch.dtype) -> list[DecodeBucket]:
+    """Requests with one query token, sorted by private blocks and cut where padding would cost more than MAX_PADDING."""
+    requests = metadata.decode_requests
+    if len(requests) == 0:
+        return []
+    block_size = metadata.block_size
+    first_block = metadata.kv_start[requests].long() // block_size
+    num_tokens = metadata.seq_lens[requests].long() - metadata.kv_start[requests].long()
+    num_blocks = (num_tokens + block_size - 1) // block_size
+    order = torch.argsort(num_blocks, descending=True, stable=True)
+    sizes = num_blocks[order].tolist()
+    buckets, begin = [], 0
+    while begin < len(sizes):
+        end = begin + 1
+        while end < len(sizes) and (end - begin < MIN_BUCKET or sizes[end] >= (1 - MAX_PADDING) * sizes[begin]):
+            end += 1
+        chosen, max_blocks = order[begin:end], sizes[begin]
+        column = torch.arange(max_blocks)
+        index = (first_block[chosen, None] + column).clamp_(max=metadata.block_table.shape[1] - 1)
+        blocks = metadata.block_table[requests[chosen, None], index].long()
+        blocks.masked_fill_(column >= num_blocks[chosen, None], 0)
+        visible = torch.arange(max_blocks * block_size) < num_tokens[chosen, None]
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        tokens = metadata.query_start[requests[chosen]].long()
+        buckets.append(DecodeBucket(tokens, blocks.flatten(), mask[:, None, None], max_blocks))
+        begin = end
+    return buckets
+
+
+def prefills(metadata: AttentionMetadata) -> list[Prefill]:
+    result = []
+    block_size = metadata.block_size
+    for r in metadata.prefill_requests.tolist():
+        begin, end = int(metadata.query_start[r]), int(metadata.query_start[r + 1])
+        kv_start, seq_len = int(metadata.kv_start[r]), int(metadata.seq_lens[r])
+        blocks = metadata.block_table[r, kv_start // block_size :]
+        num_context = seq_len - (end - begin) - kv_start
+        context = block_range(blocks, num_context, block_size) if num_context else None
+        result.append(Prefill(slice(begin, end), context, block_range(blocks, seq_len - kv_start, block_size)))
+    return result
+
+
+def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge a part into (out, lse) in place. out, part [..., D]; lse, part_lse [...]; natural logarithms."""
+    total = torch.logaddexp(lse, part_lse)
+    out.lerp_(part, (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:
+    """See attention_reference.plan_attention_reference for the contract of the plan and of its result."""
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+    group_size = num_q_heads // num_kv_heads
+    levels = group_levels(metadata, group_size)
+    prefill_list = prefills(metadata)
+    buckets: dict[torch.dtype, list[DecodeBucket]] = {}
+
+    def run(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        num_tokens = query.shape[0]
+        by_head = query.view(num_tokens, num_kv_heads, group_size, head_dim)
+        packed = by_head.transpose(0, 1).reshape(num_kv_heads, num_tokens * group_size, head_dim)
+        out = torch.empty_like(packed)
+        lse = torch.empty(num_kv_heads, num_tokens * group_size, dtype=torch.float32)
+        out_by_token = out.view(num_kv_heads, num_tokens, group_size, head_dim)
+        lse_by_token = lse.view(num_kv_heads, num_tokens, group_size)
+
+        def attend(rows: slice, keys: BlockRange) -> tuple[torch.Tensor, torch.Tensor]:
+            """Packed query rows against a whole key range: [num_kv_heads, rows, D] and [num_kv_heads, rows]."""
+            k, v = keys.read(key_cache).transpose(0, 1), keys.read(value_cache).transpose(0, 1)
+            part, part_lse = flash_attention(packed[None, :, rows], k[None], v[None], scale=scale)
+            return part[0], part_lse[0]
+
+        for p in prefill_list:
+            n = p.tokens.stop - p.tokens.start
+            k, v = p.keys.read(key_cache)[-n:], p.keys.read(value_cache)[-n:]
+            # batch = key/value heads, heads = the query heads of one: keys are expanded, not copied
+            shape = (num_kv_heads, group_size, n, head_dim)
+            k, v = k.transpose(0, 1)[:, None].expand(shape), v.transpose(0, 1)[:, None].expand(shape)
+            part, part_lse = flash_attention(by_head[p.tokens].permute(1, 2, 0, 3), k, v, is_causal=True, scale=scale)
+            out_by_token[:, p.tokens] = part.transpose(1, 2)
+            lse_by_token[:, p.tokens] = part_lse.transpose(1, 2)
+            if p.context is not None:
+                rows = slice(p.tokens.start * group_size, p.tokens.stop * group_size)
+                merge_into(out[:, rows], lse[:, rows], *attend(rows, p.context))
+
+        if query.dtype not in buckets:
+            buckets[query.dtype] = decode_buckets(metadata, query.dtype)
+        for b in buckets[query.dtype]:
+            shape = (len(b.tokens), b.max_blocks * metadata.block_size, num_kv_heads, head_dim)
+            k = key_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
+            v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
+            mask = b.mask.expand(-1, num_kv_heads, group_size, -1)
+            part, part_lse = flash_attention(by_head[b.tokens], k, v, attn_mask=mask, scale=scale)
+            out_by_token[:, b.tokens] = part.transpose(0, 1)
+            lse_by_token[:, b.tokens] = part_lse.transpose(0, 1)
+
+        for level in levels:
+            parts = [
+                attend(slice(begin * group_size, end * group_size), keys)
+                for (begin, end), keys in zip(level.queries, level.keys)
+            ]
+            part = parts[0][0] if len(parts) == 1 else torch.cat([p for p, _ in parts], dim=1)
+            part_lse = parts[0][1] if len(parts) == 1 else torch.cat([l for _, l in parts], dim=1)
+            if isinstance(level.rows, slice):
+                merge_into(out[:, level.rows], lse[:, level.rows], part, part_lse)
+            else:
+                some, some_lse = out[:, level.rows], lse[:, level.rows]
+                merge_into(some, some_lse, part, part_lse)
+                out[:, level.rows], lse[:, level.rows] = some, some_lse
+        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim)
+
+    return run
+
+
+plan_attention_torch.shares_prefix_reads = True  # type: ignore[attr-defined]
+plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]

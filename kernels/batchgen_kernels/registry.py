@@ -21,7 +21,10 @@ OPS: dict[str, dict[str, str]] = {
     "silu_and_mul": {"reference": "activation:silu_and_mul_reference", "torch": "activation:silu_and_mul_torch"},
     "write_kv": {"reference": "kv_cache:write_kv_reference", "torch": "kv_cache:write_kv_torch"},
     "copy_blocks": {"reference": "kv_cache:copy_blocks_reference", "torch": "kv_cache:copy_blocks_torch"},
-    "plan_attention": {"reference": "attention_reference:plan_attention_reference", "torch": "attention_torch:plan_attention_torch"},
+    "plan_attention": {
+        "reference": "attention_reference:plan_attention_reference",
+        "torch": "attention_torch:plan_attention_torch",
+    },
 }
 BACKENDS = ("reference", "torch", "triton")
 

@@ -1,0 +1,105 @@
+"""The engine: windows of planned requests in, finished requests out. Knows token ids only, no text and no files.
+
+One step is Scheduler.schedule -> KVCache.prepare -> build_batch_inputs -> model.forward -> sample -> Scheduler.update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import torch
+from batchgen_kernels import Ops
+
+from batchgen.engine.batch_inputs import build_batch_inputs
+from batchgen.engine.block_pool import BlockPool
+from batchgen.engine.kv_cache import KVCache
+from batchgen.engine.sampler import SamplingConfig, sample
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.models.decoder import Decoder, kv_cache_shape
+from batchgen.records import Window
+
+
+@dataclass
+class EngineStats:
+    """Seconds by stage of the step, and the scheduler's exact counts."""
+
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
+    )
+    counts: SchedulerStats = field(default_factory=SchedulerStats)
+
+
+class Engine:
+    """One model, one KV cache. `generate` may be called for one window after another.
+
+    num_blocks counts the null block. `kv_fill` is what an unused cache holds (tests use NaN); `check` runs the pool's
+    invariants after every step.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        ops: Ops,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_fill: float = 0.0,
+        check: bool = False,
+    ) -> None:
+        self.model, self.ops, self.device = model, ops, device
+        self.num_blocks, self.block_size, self.check = num_blocks, block_size, check
+        self.kv_cache = KVCache(kv_cache_shape(model.config, num_blocks, block_size), dtype, device, ops, kv_fill)
+        self.stats = EngineStats()
+
+    def generate(
+        self,
+        window: Window,
+        config: SchedulerConfig,
+        sampling: SamplingConfig,
+        row_keys: np.ndarray,
+        hits_stop: Callable[[np.ndarray], bool] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_step: Callable[[StepPlan, Scheduler], None] | None = None,
+    ) -> Iterator[Finished]:
+        """Answer every row of `window`; yields in finishing order.
+
+        row_keys: [n] uint64 by position in the window. should_stop is asked before each step; once true, the generator
+        ends and the running requests are dropped (the caller commits what has finished).
+        """
+        pool = BlockPool(self.num_blocks, self.block_size)
+        scheduler = Scheduler(config, pool, window)
+        scheduler.stats = self.stats.counts
+        state, seconds = scheduler.state, self.stats.seconds
+        while not scheduler.done:
+            if should_stop():
+                return
+            times = [perf_counter()]
+            step = scheduler.schedule()
+            times.append(perf_counter())
+            yield from scheduler.take_rejected()
+            if step is None:
+                continue
+            self.kv_cache.prepare(step.new_blocks, step.block_copies)
+            inputs = build_batch_inputs(step, state, self.device)
+            times.append(perf_counter())
+            logits = self.model.forward(inputs, self.kv_cache.tensor)
+            times.append(perf_counter())
+            slots = step.sample_slots
+            keys = row_keys[state.position[slots]]
+            output_index = state.num_tokens[slots] - state.num_prompt[slots]
+            token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index)
+            times.append(perf_counter())
+            if on_step is not None:
+                on_step(step, scheduler)
+            finished = scheduler.update(step, token_ids, finite, hits_stop)
+            if self.check:
+                pool.check([state.blocks(int(slot)) for slot in state.running])
+            times.append(perf_counter())
+            for stage, begin, end in zip(seconds, times, times[1:]):
+                seconds[stage] += end - begin
+            yield from finished

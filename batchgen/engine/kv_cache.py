@@ -1,0 +1,34 @@
+"""The paged key/value cache on the device, and how many blocks of it the memory allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from batchgen_kernels import Ops
+
+
+class KVCache:
+    """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block.
+
+    `fill` is what the blocks hold at first: zero, or NaN in tests, which must change nothing.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ops: Ops, fill: float = 0.0
+    ) -> None:
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)  # the CPU gets the memory as it is touched
+        if fill:
+            self.tensor.fill_(fill)
+        self.tensor[:, :, 0] = 0
+        self.ops = ops
+        # Backends that compute masked scores before dropping them need finite numbers in unused slots.
+        self._zero_new_blocks = bool(getattr(ops.plan_attention, "needs_finite_slots", False))
+
+    def prepare(self, new_blocks: np.ndarray, block_copies: np.ndarray) -> None:
+        """Before a step's writes: copy blocks ([m, 2] source and destination), then clear those just handed out ([n])."""
+        device = self.tensor.device
+        if len(block_copies):
+            source, destination = torch.from_numpy(block_copies.T.astype(np.int64)).to(device)
+            self.ops.copy_blocks(self.tensor, source, destination)
+        if self._zero_new_blocks and len(new_blocks):
+            self.tensor.index_fill_(2, torch.from_numpy(new_blocks.astype(np.int64)).to(device), 0)

@@ -1,0 +1,92 @@
+"""The next token of each sampled row. A draw depends on (job seed, row key, sample index, position) and the logits only.
+
+Greedy at temperature 0 (or so low that the scaled logits would overflow). Otherwise, in the order of Hugging Face:
+temperature, top-k, top-p; then the inverse of the cumulative distribution at one uniform number from Philox4x32-10
+(Salmon et al. 2011), keyed by the seed and counted by row, sample and position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+MIN_TEMPERATURE = 1e-3  # below this the distribution is a point in every dtype: greedy
+TOP_P_CANDIDATES = 256  # sorted first; a row whose nucleus is larger is sorted whole
+
+
+class SamplingConfig(NamedTuple):
+    """temperature 0 = greedy; top_k 0 = off; top_p 1 = off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def philox(counter: np.ndarray, seed: int) -> np.ndarray:
+    """Philox4x32-10. counter: [n, 4] uint32; seed: the 64-bit key. Returns [n, 4] uint32."""
+    c = [counter[:, i].astype(np.uint64) for i in range(4)]
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(10):
+        p0, p1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(p1 >> half) ^ c[1] ^ k0, p1 & low, (p0 >> half) ^ c[3] ^ k1, p0 & low]
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack(c, 1).astype(np.uint32)
+
+
+def uniforms(seed: int, row_keys: np.ndarray, sample_index: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[n] float64 in [0, 1), 53 random bits each. row_keys: [n] uint64; sample_index, positions: [n] (output index)."""
+    counter = np.empty((len(row_keys), 4), np.uint32)
+    counter[:, 0] = row_keys & np.uint64(0xFFFFFFFF)
+    counter[:, 1] = row_keys >> np.uint64(32)
+    counter[:, 2], counter[:, 3] = sample_index, positions
+    bits = philox(counter, seed).astype(np.uint64)
+    return ((bits[:, 0] << np.uint64(21)) | (bits[:, 1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor,
+    config: SamplingConfig,
+    row_keys: np.ndarray,
+    sample_index: np.ndarray,
+    positions: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """logits [K, vocab] float -> token ids [K] int32, and whether the row's logits were finite [K] bool."""
+    top, best = logits.max(dim=-1)
+    finite = torch.isfinite(top).cpu().numpy()
+    if config.temperature < MIN_TEMPERATURE or config.top_k == 1 or config.top_p <= 0.0:
+        return best.to(torch.int32).cpu().numpy(), finite
+    scaled = (logits.float() - top[:, None].float()) / config.temperature
+    probabilities = torch.softmax(torch.nan_to_num(scaled, nan=0.0), dim=-1)
+    keep_top(probabilities, config.top_k, config.top_p)
+    u = torch.from_numpy(uniforms(config.seed, row_keys, sample_index, positions)).to(logits.device)
+    # in float64, so that the tail of a large vocabulary is not lost; renormalised by the total
+    cumulative = probabilities.double().cumsum(dim=-1)
+    ids = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
+    dropped = probabilities.gather(1, ids[:, None])[:, 0] == 0  # u fell on the last edge: take the most likely
+    return torch.where(dropped, best, ids).to(torch.int32).cpu().numpy(), finite
+
+
+def keep_top(probabilities: torch.Tensor, top_k: int, top_p: float) -> None:
+    """Zero, in place, what top-k and then top-p (over what top-k left, renormalised) drop. probabilities: [K, vocab].
+
+    top-p keeps the smallest set of most likely tokens whose sum reaches top_p, ties with its least likely included.
+    """
+    vocab = probabilities.shape[-1]
+    if 0 < top_k < vocab:
+        smallest = probabilities.topk(top_k, dim=-1).values[:, -1:]
+        probabilities.masked_fill_(probabilities < smallest, 0.0)
+    if top_p >= 1.0:
+        return
+    total = probabilities.sum(-1, keepdim=True)
+    ranked = probabilities.topk(min(TOP_P_CANDIDATES, vocab), dim=-1).values
+    if bool((ranked.sum(-1, keepdim=True) < top_p * total).any()):
+        ranked = probabilities.sort(dim=-1, descending=True).values
+    reached = ranked.cumsum(-1) >= top_p * total
+    last = reached.int().argmax(-1, keepdim=True)  # the first rank at which the sum is reached
+    last = torch.where(reached.any(-1, keepdim=True), last, ranked.shape[-1] - 1)
+    probabilities.masked_fill_(probabilities < ranked.gather(1, last), 0.0)

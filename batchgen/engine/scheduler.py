@@ -1,0 +1,446 @@
+"""Which request computes how many tokens in the next step. Host side, numpy, no torch.
+
+There is no prefill phase and no decode phase: each request is behind by some tokens and a step hands out tokens under a
+budget, first to those that are one behind (decodes), then to running prefills in plan order, then to new requests in plan
+order. So prefills are chunked, steps are mixed, and requests enter and leave at every step.
+
+Memory: a request is admitted when its prompt and what all running ones are still expected to need fit into the pool.
+If the expectation was too low, the request that is latest in the plan is preempted: its blocks go, its tokens stay, and
+it recomputes them when it is admitted again, so greedy output does not change.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchgen.engine.batch_state import BatchState
+from batchgen.engine.block_pool import BlockPool
+from batchgen.engine.prefix_groups import PrefixGroups, find_groups, shared_with_previous
+from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.errors import EngineError
+from batchgen.records import FinishReason, RowFault, Window
+
+MIN_SPARED_TOKEN_READS = 64  # below this many spared token reads a group costs more than it spares
+LENGTHS_BEFORE_ESTIMATE = 32  # finished requests before their lengths are trusted
+LENGTH_QUANTILE = 0.95
+
+
+@dataclass(order=True)
+class Candidate:
+    """Samples of a row that wait to come into the batch, or one that was preempted and waits to come back."""
+
+    position: int
+    first_sample: int
+    num_samples: int = field(compare=False)
+    num_expected: int = field(compare=False)  # leading blocks of which the pool counts a use to come for it
+    outputs: np.ndarray = field(compare=False, default_factory=lambda: np.empty(0, np.int32))
+    num_computed: int = field(compare=False, default=0)  # before its preemption
+    num_preemptions: int = field(compare=False, default=0)
+    num_cached: int = field(compare=False, default=-1)  # at its first admission; -1: it was never in
+
+
+class Scheduler:
+    """Drives one window through one pool. `schedule` and `update` alternate until `done`."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, window: Window) -> None:
+        self.config, self.pool, self.window = config, pool, window
+        longest = int(window.lengths.max(initial=1)) + config.max_tokens
+        self.state = BatchState(
+            config.max_running_requests, min(longest, config.max_model_len), config.max_tokens, pool.block_size
+        )
+        self.stats = SchedulerStats()
+        self.next_row = 0
+        self.waiting: list[Candidate] = []  # heap in plan order
+        self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
+        self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
+        self._copies: list[tuple[int, int, int]] = []  # (slot, source, destination) for the next step
+        self._eos = np.array(sorted(config.eos_token_ids), np.int32)
+        self._length_counts = np.zeros(config.max_tokens + 1, np.int64)  # output lengths of finished requests
+        self._min_saving = max(1, MIN_SPARED_TOKEN_READS // pool.block_size)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        nothing_waits = self.next_row == len(self.window) and not self.waiting
+        return len(self.state.running) == 0 and nothing_waits and not self.rejected
+
+    def take_rejected(self) -> list[Finished]:
+        """Rows found since the last call that can never fit."""
+        rejected, self.rejected = self.rejected, []
+        return rejected
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute (then see take_rejected and done)."""
+        s = self.state
+        copies, self._copies = self._copies, []
+        grants, preempted = self._make_room(copies)
+        slots = s.running[grants > 0]
+        grants = grants[grants > 0]
+        new_blocks = [self._give_blocks(slots, grants)]
+        if not preempted:
+            admitted = self._admit(self.config.max_num_batched_tokens - int(grants.sum()), new_blocks)
+            slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int32)])
+            grants = np.concatenate([grants, np.array([n for _, n in admitted], np.int32)])
+        if len(slots) == 0:
+            return None
+        order = np.lexsort((s.sample_index[slots], s.position[slots]))
+        return self._step_plan(slots[order], grants[order], copies, new_blocks)
+
+    def _step_plan(
+        self, slots: np.ndarray, grants: np.ndarray, copies: list[tuple[int, int, int]], new_blocks: list[np.ndarray]
+    ) -> StepPlan:
+        s, block_size = self.state, self.pool.block_size
+        first = s.num_computed[slots].copy()
+        end = first + grants
+        complete = np.flatnonzero(end == s.num_tokens[slots])
+        sample_requests, sample_slots = complete.tolist(), slots[complete].tolist()
+        for r in complete.tolist():
+            for child in self.forks.pop(int(slots[r]), ()):
+                new_blocks.append(self._fork(int(slots[r]), child))
+                sample_requests.append(r)
+                sample_slots.append(child)
+        used = -(-int(end.max()) // block_size)
+        table = s.block_table[slots, :used]
+        groups = PrefixGroups.none(len(slots))
+        if self.config.prefix_groups:
+            groups = find_groups(shared_with_previous(table, first // block_size), self._min_saving)
+        self._count(slots, first, end, groups)
+        return StepPlan(
+            slots,
+            grants,
+            first,
+            np.array(sample_requests, np.int32),
+            np.array(sample_slots, np.int32),
+            np.concatenate(new_blocks),
+            np.array([(source, destination) for _, source, destination in copies], np.int32).reshape(-1, 2),
+            groups,
+        )
+
+    def update(
+        self,
+        step: StepPlan,
+        token_ids: np.ndarray,
+        finite: np.ndarray,
+        hits_stop: Callable[[np.ndarray], bool] | None = None,
+    ) -> list[Finished]:
+        """Take the step's sampled tokens ([K] int32) and whether their logits were finite ([K] bool).
+
+        hits_stop(output_ids) says whether a stop string has appeared. Returns the requests that are done.
+        """
+        s = self.state
+        s.num_computed[step.slots] = step.first_position + step.num_scheduled
+        slots = step.sample_slots
+        forks = slots[~np.isin(slots, s.running)]
+        if len(forks):
+            s.set_running(np.concatenate([s.running, forks]))
+        s.output_ids[slots, s.num_tokens[slots] - s.num_prompt[slots]] = token_ids
+        s.last_token[slots] = token_ids
+        s.num_tokens[slots] += 1
+        stopped = np.isin(token_ids, self._eos)
+        if hits_stop is not None:
+            for i in np.flatnonzero(~stopped).tolist():
+                stopped[i] = hits_stop(s.outputs(int(slots[i])))
+        at_limit = s.num_tokens[slots] >= s.max_tokens[slots]
+        finished = []
+        for i in np.flatnonzero(stopped | at_limit | ~finite).tolist():
+            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            finished.append(self._finish(int(slots[i]), reason, bool(finite[i])))
+        return finished
+
+    def _finish(self, slot: int, reason: FinishReason, finite: bool) -> Finished:
+        s = self.state
+        outputs = s.outputs(slot).copy()
+        self._length_counts[len(outputs)] += 1
+        fault = None
+        if not finite:
+            reason, outputs = FinishReason.ERROR, outputs[:-1]
+            fault = RowFault("non_finite_logits", "the model's output was not a finite number; try a wider dtype")
+        done = Finished(
+            int(s.position[slot]),
+            int(s.sample_index[slot]),
+            outputs,
+            reason,
+            int(s.num_prompt[slot]),
+            int(s.num_cached[slot]),
+            int(s.num_preemptions[slot]),
+            fault,
+        )
+        self._drop(slot)
+        return done
+
+    def _drop(self, slot: int) -> None:
+        """Take `slot` out of the batch and give its blocks back."""
+        s = self.state
+        self._copies = [c for c in self._copies if c[0] != slot]
+        self.pool.release(s.blocks(slot))
+        s.running = s.running[s.running != slot]
+        s.free_slot(slot)
+
+    # ---- those that run ---------------------------------------------------------------------------------------------
+
+    def _make_room(self, copies: list[tuple[int, int, int]]) -> tuple[np.ndarray, bool]:
+        """Tokens for each running request ([R] int32), after giving up kept blocks and preempting until they fit."""
+        preempted = False
+        while True:
+            grants = self._share_budget()
+            short = int(self._blocks_short(self.state.running, grants).sum()) - self.pool.num_free
+            if short <= 0 or self.pool.evict(short) >= short:
+                return grants, preempted
+            victim = int(self.state.running[-1])
+            copies[:] = [c for c in copies if c[0] != victim]
+            self._preempt(victim)
+            preempted = True
+
+    def _share_budget(self) -> np.ndarray:
+        s, budget = self.state, self.config.max_num_batched_tokens
+        behind = s.num_tokens[s.running] - s.num_computed[s.running]
+        grants = np.zeros(len(behind), np.int32)
+        decodes = np.flatnonzero(behind == 1)[:budget]
+        grants[decodes] = 1
+        budget -= len(decodes)
+        for r in np.flatnonzero(behind > 1).tolist():
+            grants[r] = min(int(behind[r]), budget)
+            budget -= int(grants[r])
+        return grants
+
+    def _blocks_short(self, slots: np.ndarray, grants: np.ndarray) -> np.ndarray:
+        """[R] int32: blocks that each lacks for its next tokens, and its forks for their copies of its last block."""
+        s, block_size = self.state, self.pool.block_size
+        end = s.num_computed[slots] + grants
+        short = np.maximum(-(-end // block_size) - s.num_blocks[slots], 0)
+        for slot, children in self.forks.items():
+            r = np.flatnonzero(slots == slot)
+            if len(r) and end[r[0]] == s.num_tokens[slot] and end[r[0]] % block_size:
+                short[r[0]] += len(children)
+        return short
+
+    def _give_blocks(self, slots: np.ndarray, grants: np.ndarray) -> np.ndarray:
+        """Blocks for the next tokens of each, entered into the cache where the plan has uses for them. Returns them."""
+        s, block_size = self.state, self.pool.block_size
+        need = -(-(s.num_computed[slots] + grants) // block_size) - s.num_blocks[slots]
+        decoding = (s.num_computed[slots] >= s.num_prompt[slots]) & (need <= 1)
+        grow = slots[decoding & (need > 0)]
+        blocks = self.pool.allocate(len(grow))
+        s.block_table[grow, s.num_blocks[grow]] = blocks
+        s.num_blocks[grow] += 1
+        given = [blocks]
+        for slot, n, short in zip(slots[~decoding].tolist(), grants[~decoding].tolist(), need[~decoding].tolist()):
+            if short > 0:
+                given.append(self.pool.allocate(short, consecutive=True))
+                s.append_blocks(slot, given[-1])
+            if self.config.prefix_cache:
+                self._cache_prompt(slot, int(s.num_computed[slot]), int(s.num_computed[slot]) + n)
+        return np.concatenate(given)
+
+    def _cache_prompt(self, slot: int, begin: int, end: int) -> None:
+        """Enter the prompt blocks that tokens [begin, end) fill, with the uses that the plan still has for them."""
+        s, block_size = self.state, self.pool.block_size
+        first, last = begin // block_size, min(end, int(s.num_prompt[slot])) // block_size
+        if last > first:
+            position = int(s.position[slot])
+            uses = self.window.remaining_uses(position)[first:last]
+            # further samples of this row that got no slot with it will read its prompt again
+            uses = uses + sum(1 for c in self.waiting if c.position == position and c.num_cached < 0)
+            self.pool.insert(s.blocks(slot), first, s.known[slot], uses)
+
+    def _preempt(self, slot: int) -> None:
+        s = self.state
+        if len(s.running) == 1:
+            raise EngineError("the only running request does not fit into the KV pool; this is a bug in admission")
+        children = self.forks.pop(slot, [])
+        for child in children:
+            s.free_slot(child)
+        candidate = Candidate(
+            int(s.position[slot]),
+            int(s.sample_index[slot]),
+            1 + len(children),
+            self.pool.expect(s.blocks(slot).tolist()),
+            s.outputs(slot).copy(),
+            int(s.num_computed[slot]),
+            int(s.num_preemptions[slot]) + 1,
+            int(s.num_cached[slot]),
+        )
+        heapq.heappush(self.waiting, candidate)
+        self._drop(slot)
+        self.stats.num_preemptions += 1
+
+    def _fork(self, parent: int, child: int) -> np.ndarray:
+        """Start `child` as a further sample of the prompt that `parent` completes in this step: full blocks are shared,
+        the partial one is copied before the next step writes to it. Returns the new block, if there is one."""
+        s, block_size = self.state, self.pool.block_size
+        num_prompt = int(s.num_prompt[parent])
+        full = s.blocks(parent)[: num_prompt // block_size]
+        self.pool.acquire(full)
+        s.append_blocks(child, full)
+        s.num_computed[child] = s.num_tokens[child] = num_prompt
+        self.stats.num_cached += num_prompt
+        if num_prompt % block_size == 0:
+            return np.empty(0, np.int32)
+        copy = self.pool.allocate(1)
+        self._copies.append((child, int(s.blocks(parent)[num_prompt // block_size]), int(copy[0])))
+        s.append_blocks(child, copy)
+        return copy
+
+    # ---- admission ------------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int, new_blocks: list[np.ndarray]) -> list[tuple[int, int]]:
+        """Let candidates in while tokens, slots and memory last. Returns (slot, tokens) of each."""
+        s, pool, block_size = self.state, self.pool, self.pool.block_size
+        admitted: list[tuple[int, int]] = []
+        promised = self._still_needed(s.running)
+        while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
+            prompt = self.window.prompt(candidate.position)
+            limit = min(len(prompt) + self.config.max_tokens, self.config.max_model_len)
+            matched = pool.match(prompt) if self.config.prefix_cache else []
+            if (fault := self._never_fits(len(prompt), limit)) is not None:
+                self._take(candidate, candidate.num_samples)
+                pool.use(matched[: candidate.num_expected])
+                self._reject(candidate, len(prompt), fault)
+                continue
+            known = np.concatenate([prompt, candidate.outputs])
+            hit = matched[: (len(known) - 1) // block_size]
+            num_samples = min(candidate.num_samples, s.num_free_slots)
+            need = self._blocks_needed(len(prompt), len(known), limit, num_samples) - len(hit)
+            pool.acquire(hit)  # before anything is evicted
+            if need + promised > pool.num_free:
+                if admitted or len(s.running):
+                    pool.release_hit(hit)
+                    break
+                # Nothing runs, so nothing will free a block: let one sample in and do without the reserve.
+                num_samples, need = 1, -(-len(known) // block_size) - len(hit)
+                pool.evict(need - pool.num_free)
+            self._take(candidate, num_samples)
+            if num_samples < candidate.num_samples:
+                pool.expect(hit)  # the samples that stay behind will read what this one reads and computes
+            pool.use(matched[: candidate.num_expected])
+            slot = self._enter(candidate, num_samples, known, len(prompt), limit, hit)
+            grant = min(len(known) - int(s.num_computed[slot]), budget)
+            new_blocks.append(self._give_blocks(np.array([slot], np.int32), np.array([grant], np.int32)))
+            admitted.append((slot, grant))
+            budget -= grant
+            promised += need - len(new_blocks[-1])
+        entered = np.array([slot for slot, _ in admitted], np.int32)
+        s.set_running(np.concatenate([s.running, entered]))
+        self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))
+        return admitted
+
+    def _next_candidate(self) -> Candidate | None:
+        if self.waiting and (self.next_row >= len(self.window) or self.waiting[0].position < self.next_row):
+            return self.waiting[0]
+        if self.next_row < len(self.window):
+            shared = int(self.window.shared_blocks[self.next_row])
+            return Candidate(self.next_row, 0, self.config.num_samples, shared)
+        return None
+
+    def _take(self, candidate: Candidate, num_samples: int) -> None:
+        """Remove `candidate` from the queue; samples beyond `num_samples` wait as a candidate of their own."""
+        if self.waiting and self.waiting[0] is candidate:
+            heapq.heappop(self.waiting)
+        else:
+            self.next_row += 1
+        if num_samples < candidate.num_samples:
+            first, rest = candidate.first_sample + num_samples, candidate.num_samples - num_samples
+            num_full = int(self.window.lengths[candidate.position]) // self.pool.block_size
+            heapq.heappush(self.waiting, Candidate(candidate.position, first, rest, num_full))
+
+    def _enter(
+        self, candidate: Candidate, num_samples: int, known: np.ndarray, num_prompt: int, limit: int, hit: list[int]
+    ) -> int:
+        """Fill a slot for the candidate, and empty ones for the samples that will fork from it."""
+        s = self.state
+        slot = s.take_slot()
+        children = [s.take_slot() for _ in range(num_samples - 1)]
+        for i, new in enumerate([slot, *children]):
+            s.position[new], s.sample_index[new] = candidate.position, candidate.first_sample + i
+            s.num_prompt[new], s.max_tokens[new] = num_prompt, limit
+            s.num_cached[new] = num_prompt  # a fork finds its whole prompt
+            s.num_recompute[new] = s.num_preemptions[new] = 0
+            s.known[new] = known
+        if children:
+            self.forks[slot] = children
+        s.append_blocks(slot, np.array(hit, np.int32))
+        s.num_tokens[slot] = len(known)
+        s.num_computed[slot] = len(hit) * self.pool.block_size
+        s.num_cached[slot] = s.num_computed[slot] if candidate.num_cached < 0 else candidate.num_cached
+        s.num_recompute[slot] = candidate.num_computed
+        s.num_preemptions[slot] = candidate.num_preemptions
+        s.output_ids[slot, : len(candidate.outputs)] = candidate.outputs
+        s.last_token[slot] = known[-1]
+        if candidate.num_cached < 0:
+            self.stats.num_cached += int(s.num_cached[slot])
+        return slot
+
+    def _never_fits(self, num_prompt: int, limit: int) -> RowFault | None:
+        if num_prompt >= self.config.max_model_len:
+            return RowFault(
+                "prompt_too_long", f"the prompt has {num_prompt} tokens, the model takes {self.config.max_model_len - 1}"
+            )
+        need, have = -(-limit // self.pool.block_size), self.pool.num_usable
+        if need > have:
+            size = self.pool.block_size
+            return RowFault(
+                "kv_memory_too_small",
+                f"prompt and answer may take {limit} tokens ({need} blocks of {size}), the KV pool holds "
+                f"{have * size}; raise engine.kv_memory or lower sampling.max_tokens",
+            )
+        return None
+
+    def _reject(self, candidate: Candidate, num_prompt: int, fault: RowFault) -> None:
+        none = np.empty(0, np.int32)
+        for i in range(candidate.num_samples):
+            sample = candidate.first_sample + i
+            self.rejected.append(Finished(candidate.position, sample, none, FinishReason.ERROR, num_prompt, 0, 0, fault))
+
+    # ---- how much memory the running set will want ------------------------------------------------------------------
+
+    def _expected_output(self) -> int:
+        """Output tokens to reserve for a request: the limit, until enough have finished to know better."""
+        total = int(self._length_counts.sum())
+        if total < LENGTHS_BEFORE_ESTIMATE:
+            return self.config.max_tokens
+        return int(np.searchsorted(self._length_counts.cumsum(), LENGTH_QUANTILE * total)) + self.pool.block_size
+
+    def _blocks_needed(self, num_prompt: int, num_known: int, limit: int, num_samples: int) -> int:
+        """Blocks for `num_samples` samples of one prompt: what is known, and output_reserve of what is expected."""
+        block_size = self.pool.block_size
+        now = -(-num_known // block_size) + (num_samples - 1) * (num_known % block_size > 0)
+        expected = min(limit, max(num_prompt + self._expected_output(), num_known + block_size))
+        growth = -(-expected // block_size) - -(-num_known // block_size)
+        return now + int(np.ceil(self.config.output_reserve * growth)) * num_samples
+
+    def _still_needed(self, slots: np.ndarray) -> int:
+        """Blocks that the running requests, and the forks to come, are expected to take from the pool."""
+        s = self.state
+        total = 0
+        expected_output = self._expected_output()
+        block_size = self.pool.block_size
+        known = s.num_tokens[slots]
+        expected = np.minimum(s.max_tokens[slots], np.maximum(s.num_prompt[slots] + expected_output, known + block_size))
+        growth = -(-expected // block_size) - -(-known // block_size)
+        now = -(-known // block_size) - s.num_blocks[slots]
+        total = int((now + np.ceil(self.config.output_reserve * growth)).sum())
+        for slot, children in self.forks.items():
+            r = np.flatnonzero(slots == slot)
+            partial = int(s.num_tokens[slot] % block_size > 0)
+            total += len(children) * (partial + int(np.ceil(self.config.output_reserve * growth[r].sum())))
+        return total
+
+    # ---- counters -----------------------------------------------------------------------------------------------------
+
+    def _count(self, slots: np.ndarray, first: np.ndarray, end: np.ndarray, groups: PrefixGroups) -> None:
+        s, stats = self.state, self.stats
+        again = np.clip(np.minimum(end, s.num_recompute[slots]) - first, 0, None)
+        fresh = first + again
+        prompt = np.clip(np.minimum(end, s.num_prompt[slots]) - fresh, 0, None)
+        stats.num_steps += 1
+        stats.num_recomputed += int(again.sum())
+        stats.num_prefill += int(prompt.sum())
+        stats.num_decode += int((end - fresh - prompt).sum())
+        spared = groups.private_start.sum() - (groups.block_end - groups.block_start).sum()
+        stats.num_kv_visible += int(end.sum())
+        stats.num_kv_read += int(end.sum() - spared * self.pool.block_size)
