@@ -196,7 +196,7 @@ class BlockPool:
         for block in kept[np.argsort(-self.depth[kept], kind="stable")].tolist():
             if self._num_free - before >= n:
                 break
-            if self.num_children[block] == 0:
+            if block in self.hash_of and self.num_children[block] == 0:  # else a child took it along
                 self.remaining_uses[block] = 0
                 self._free_if_unused(np.array([block], np.int32))
         return self._num_free - before
