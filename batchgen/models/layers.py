@@ -1,0 +1,105 @@
+"""The parts of a decoder layer: linear maps with merged weights, attention over the paged cache, the gated MLP.
+
+Weights are allocated empty and filled by the loader. Nothing here knows Hugging Face's tensor names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchgen.models.config import ModelConfig
+
+# On CPUs a matrix product picks its kernel, and so the order of its sums, by the number of rows: measured with MKL on
+# AVX-512, a row's result is bitwise the same at any row count from 16 on, and differs below. Steps are padded to this,
+# so that a token's logits do not depend on how many neighbours its step happens to have.
+MIN_CPU_ROWS = 16
+
+
+def num_padded_rows(num_rows: int, device: torch.device) -> int:
+    """How many rows a step of `num_rows` (> 0) tokens computes: at least MIN_CPU_ROWS on a CPU, as it is on a GPU."""
+    return max(num_rows, MIN_CPU_ROWS) if device.type == "cpu" else num_rows
+
+
+def pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """x [n, ...] -> [num_rows, ...] with zero rows at the end; x itself where n == num_rows."""
+    missing = num_rows - x.shape[0]
+    return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+class Linear(nn.Module):
+    """y = x W^T + b; weight [out, in] may hold several projections, stacked on `out`."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(num_out, device=device, dtype=dtype), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def norm_weight(size: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, device=device, dtype=dtype), requires_grad=False)
+
+
+class Attention(nn.Module):
+    """Projections, QK-norm, rotary embedding, the write into the cache, and attention over it."""
+
+    def __init__(self, config: ModelConfig, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ops = ops
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.eps, self.scale = config.rms_norm_eps, config.head_dim**-0.5
+        num_qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = Linear(config.hidden_size, num_qkv, config.qkv_bias, device, dtype)
+        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias, device, dtype)
+        self.q_norm = norm_weight(config.head_dim, device, dtype) if config.qk_norm else None
+        self.k_norm = norm_weight(config.head_dim, device, dtype) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: torch.Tensor,  # [num_rows, hidden]; rows from num_tokens on are padding
+        rope: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,  # [num_rows]
+        slot_mapping: torch.Tensor,  # [num_tokens]
+        kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]
+        attend: Any,
+    ) -> torch.Tensor:
+        num_tokens = slot_mapping.shape[0]
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None:
+            q = self.ops.rms_norm(q, self.q_norm, self.eps)
+            k = self.ops.rms_norm(k, self.k_norm, self.eps)
+        self.ops.rotary_embedding(q, k, *rope, positions)
+        key_cache, value_cache = kv_cache.unbind(0)
+        self.ops.write_kv(k[:num_tokens], v[:num_tokens], key_cache, value_cache, slot_mapping)
+        out = attend(q[:num_tokens], key_cache, value_cache, self.scale)
+        return self.output(pad_rows(out.flatten(1), x.shape[0]))
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, device, dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+
+
+class DecoderLayer(nn.Module):
+    """The weights of one layer; Decoder.forward calls its parts, since each norm is fused with the residual before it."""
+
+    def __init__(self, config: ModelConfig, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_norm = norm_weight(config.hidden_size, device, dtype)
+        self.attention = Attention(config, ops, device, dtype)
+        self.mlp_norm = norm_weight(config.hidden_size, device, dtype)
+        self.mlp = Mlp(config, ops, device, dtype)
