@@ -19,7 +19,8 @@ from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.sampler import SamplingConfig, sample
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
-from batchgen.models.decoder import Decoder, kv_cache_shape
+from batchgen.models.config import kv_cache_shape
+from batchgen.models.decoder import Decoder
 from batchgen.records import Window
 
 
