@@ -26,6 +26,7 @@ from pydantic import (
 
 from batchgen.errors import JobFileError
 from batchgen.job_errors import describe, unknown_key
+from batchgen.job_paths import is_template_text, resolve_paths
 from batchgen.strict_yaml import Path as KeyPath
 from batchgen.strict_yaml import parse_yaml
 
@@ -83,6 +84,14 @@ class InputSection(Section):
     )
     limit: int | None = Field(None, ge=1, description="Take the first rows only (counted after where)")
 
+    @field_validator("columns")
+    @classmethod
+    def _no_column_twice(cls, columns: list[str] | None) -> list[str] | None:
+        for name in columns or []:
+            if (columns or []).count(name) > 1:
+                raise ValueError(f"{name} is listed twice; keep one")
+        return columns
+
 
 class PromptSection(Section):
     """How a row becomes a prompt. Exactly one of user, messages and text."""
@@ -136,7 +145,7 @@ class PromptSection(Section):
 
     def read_chat_template(self) -> str | None:
         """The Jinja text of the job's own chat template. Raises JobFileError if it is a file that cannot be read."""
-        if self.chat_template is None or _is_template_text(self.chat_template):
+        if self.chat_template is None or is_template_text(self.chat_template):
             return self.chat_template
         return _read_text(self.chat_template, "prompt.chat_template")
 
@@ -274,7 +283,7 @@ def load_job(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job
         parsed.problems.append(((), "a job file has sections (model, input, prompt, output); this one has none"))
     if not isinstance(data, dict):
         raise JobFileError("\n".join(_line(place, *problem) for problem in parsed.problems))
-    _resolve_paths(data, os.path.dirname(os.path.abspath(path)))
+    resolve_paths(data, os.path.dirname(os.path.abspath(path)))
 
     problems = [(place, *problem) for problem in parsed.problems]
     notes = dict(parsed.notes)
@@ -321,7 +330,7 @@ def _apply(override: str, data: dict[str, Any], set_paths: dict[KeyPath, str], n
     nested = value
     for key in reversed(keys):
         nested = {key: nested}
-    _resolve_paths(nested, os.getcwd())
+    resolve_paths(nested, os.getcwd())
     target = data
     for key in keys[:-1]:
         if target.get(key) is None:
@@ -332,45 +341,6 @@ def _apply(override: str, data: dict[str, Any], set_paths: dict[KeyPath, str], n
     target[keys[-1]] = nested[keys[-1]]
     set_paths[keys] = f"--set {override}"
     return []
-
-
-def _resolve_paths(data: dict[str, Any], folder: str) -> None:
-    """Make the paths in a job's raw data absolute. Values of a wrong type are left for validation to name."""
-
-    def section(name: str) -> dict[str, Any]:
-        value = data.get(name)
-        return value if isinstance(value, dict) else {}
-
-    model, source, prompt = section("model"), section("input"), section("prompt")
-    for key in ("path", "tokenizer"):
-        if isinstance(name := model.get(key), str) and _is_local_model(name, folder):
-            model[key] = _absolute(name, folder)
-    if isinstance(path := source.get("path"), str):
-        source["path"] = _absolute(path, folder)
-    elif isinstance(path, list):
-        source["path"] = [_absolute(item, folder) if isinstance(item, str) else item for item in path]
-    if isinstance(template := prompt.get("chat_template"), str) and not _is_template_text(template):
-        prompt["chat_template"] = _absolute(template, folder)
-    if isinstance(files := prompt.get("files"), dict):
-        for name, path in files.items():
-            files[name] = _absolute(path, folder) if isinstance(path, str) else path
-
-
-def _absolute(path: str, folder: str) -> str:
-    if not path or "://" in path:
-        return path
-    return os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
-
-
-def _is_local_model(name: str, folder: str) -> bool:
-    """A hub id such as `org/model` stays a hub id unless it is also a path that exists."""
-    if not name or name.startswith("packaged:"):
-        return False
-    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or os.path.exists(os.path.join(folder, name))
-
-
-def _is_template_text(template: str) -> bool:
-    return "{" in template or "\n" in template
 
 
 def _read_text(path: str, key: str) -> str:
