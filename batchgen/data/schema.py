@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from batchgen.errors import UsageError
@@ -65,10 +66,18 @@ def completions_to_table(completions: Sequence[Completion]) -> pa.Table:
         "num_output_tokens": [len(one.token_ids) for one in ordered],
         "num_cached_tokens": [one.num_cached_tokens for one in ordered],
         "num_preemptions": [one.num_preemptions for one in ordered],
-        "token_ids": [one.token_ids for one in ordered],
     }
-    arrays = [pa.array(columns[field.name], field.type) for field in ANSWER_SCHEMA]
+    arrays = [pa.array(values, ANSWER_SCHEMA.field(name).type) for name, values in columns.items()]
+    arrays.append(_token_lists([one.token_ids for one in ordered]))
     return pa.Table.from_arrays(arrays, schema=ANSWER_SCHEMA)
+
+
+def _token_lists(token_ids: Sequence[np.ndarray]) -> pa.ListArray:
+    """int32 arrays -> list<int32>, without a Python object for each token."""
+    offsets = np.zeros(len(token_ids) + 1, np.int32)
+    np.cumsum([len(ids) for ids in token_ids], out=offsets[1:])
+    values = np.concatenate([np.empty(0, np.int32), *token_ids]).astype(np.int32, copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def results_schema(input_schema: pa.Schema, job: Job) -> pa.Schema:
