@@ -115,9 +115,13 @@ class Completion:
 
 
 class Part(NamedTuple):
-    """One committed output file."""
+    """One committed output file, as commit.log records it."""
 
     name: str
-    num_rows: int
+    num_rows: int  # answers in it, one for each (row, sample)
     num_bytes: int
     checksum: str  # xxh3-128 of the file, hex
+    min_row: int = 0  # row numbers in it lie between these, both included
+    max_row: int = 0
+    num_failed: int = 0  # answers whose status is not ok
+    committed_at: float = 0.0  # seconds since 1970

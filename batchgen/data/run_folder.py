@@ -1,0 +1,177 @@
+"""One job's folder on disk: who may write in it, and for which job it was made. Knows the files' places, not their content.
+
+LOCK           flock of the process that works here, with its pid and host
+job.json       the job as resolved, the fingerprint of all that changes answers, and a small state
+parts/         committed answers, in the order in which they were made
+commit.log     which parts count
+results/       the merged output, in input order
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen import __version__
+from batchgen.data.durable import explain_os_errors, fsync_folder, write_atomically
+from batchgen.errors import CorruptRunError, RunFolderError
+
+FORMAT = "batchgen run folder"
+FORMAT_VERSION = 1
+_LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
+
+
+class RunFolder:
+    """`with RunFolder(path) as folder:` makes or opens the folder and holds its lock.
+
+    Raises RunFolderError if another process holds it or if the folder holds something else than a run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.parts = self.path / "parts"
+        self.results = self.path / "results"
+        self.commit_log = self.path / "commit.log"
+        self.job_file = self.path / "job.json"
+        self.lock_file = self.path / "LOCK"
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunFolder:
+        self._refuse_foreign_folder()
+        with explain_os_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
+            self.parts.mkdir(exist_ok=True)
+            fsync_folder(self.path)
+            fsync_folder(self.path.parent)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)  # the lock goes with it, as it does when the process dies
+            self._lock = None
+
+    def begin(self, job: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
+        """Record the job in a new folder, or check that it may go on in this one. True if it goes on.
+
+        `job` is the resolved job (JSON values). Of an old job only what the fingerprint leaves out may differ; the new
+        values are recorded. Raises RunFolderError, see check_fingerprint.
+        """
+        resumed = self.job_file.exists()
+        if resumed:
+            self.check_fingerprint(fingerprint)
+            record = self.read()
+        else:
+            if (log := self.commit_log).exists() and log.stat().st_size:
+                raise CorruptRunError(
+                    f"{self.path}: there are committed answers but no job.json; put it back, or start elsewhere"
+                )
+            record = {"format": FORMAT, "version": FORMAT_VERSION, "created_at": time.time(), "state": {}}
+        record |= {"batchgen": __version__, "job": dict(job), "fingerprint": dict(fingerprint)}
+        self._write(record)
+        return resumed
+
+    def check_fingerprint(self, new: Mapping[str, Any]) -> None:
+        """Raises RunFolderError that lists each key whose value differs from the folder's, with both values."""
+        new = json.loads(json.dumps(dict(new)))
+        old = self.read()["fingerprint"]
+        missing = object()
+        lines = [
+            f"  {key}: {_shown(old[key]) if key in old else 'not there'} there, "
+            f"{_shown(new[key]) if key in new else 'not there'} now"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key, missing) != new.get(key, missing)
+        ]
+        if lines:
+            raise RunFolderError(
+                f"{self.path}: this folder holds answers of another job:\n" + "\n".join(lines) + "\n"
+                "set these back to go on with it, or give another output.path to start anew"
+            )
+
+    def read(self) -> dict[str, Any]:
+        """The content of job.json. Raises RunFolderError if it is not there, CorruptRunError if it cannot be read."""
+        return read_job_file(self.path)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.read()["state"]
+
+    def update_state(self, values: Mapping[str, Any]) -> None:
+        """Merge `values` into the state in job.json, atomically. `status` reads num_rows, num_samples and finished."""
+        record = self.read()
+        record["state"] |= values
+        self._write(record)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        text = json.dumps(record, indent=2, ensure_ascii=True)
+        write_atomically(self.job_file, lambda file: file.write(text.encode()))
+
+    def _refuse_foreign_folder(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunFolderError(f"{self.path}: output.path is a file; give the name of a folder")
+        if self.job_file.exists():
+            return
+        ours = {"LOCK", "parts", "job.json.tmp", "commit.log"}  # a crash before job.json leaves these
+        foreign = sorted(name for name in os.listdir(self.path) if name not in ours)
+        if foreign:
+            raise RunFolderError(
+                f"{self.path}: not empty and not a batchgen run (it holds {', '.join(foreign[:3])}"
+                f"{', ...' if len(foreign) > 3 else ''}); give another output.path"
+            )
+
+    def _acquire(self) -> int:
+        handle = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        give_up = time.monotonic() + _LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    os.close(handle)
+                    holder = read_holder(self.lock_file)
+                    raise RunFolderError(
+                        f"{self.path}: in use by {holder}; wait for it or stop it, or give another output.path"
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
+        return handle
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """The content of job.json of the run folder `path`, lock or no lock. Raises as RunFolder.read does."""
+    job_file = path / "job.json"
+    try:
+        record = json.loads(job_file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunFolderError(f"{path}: not a run folder: there is no job.json in it") from None
+    except (OSError, ValueError) as error:
+        raise CorruptRunError(f"{job_file}: cannot be read: {error}") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise RunFolderError(f"{path}: not a run folder: its job.json is not batchgen's")
+    if record["version"] > FORMAT_VERSION:
+        raise RunFolderError(f"{path}: made by batchgen {record['batchgen']}, whose format is newer; use that version")
+    return record
+
+
+def read_holder(lock_file: Path) -> str:
+    """Who wrote the lock file, such as "process 4711 on node3"."""
+    try:
+        holder = json.loads(lock_file.read_bytes())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

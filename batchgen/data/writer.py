@@ -1,0 +1,155 @@
+"""Completions to committed parts. The order of durability is the whole point: file, name, folder, then the log.
+
+Write the part aside, fsync, os.replace, fsync the folder, then append its record to the log and fsync that. A crash
+before the record leaves a file that nothing names, deleted on the next start; its rows are simply still owed.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from batchgen.data.commit_log import CommitLog
+from batchgen.data.durable import write_atomically
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.schema import completions_to_table
+from batchgen.errors import CorruptRunError
+from batchgen.records import Completion, Part, RowStatus
+
+
+class PartWriter:
+    """Collects completions and commits them every `commit_rows` or `commit_seconds`. Use it inside the folder's lock.
+
+    Opening it deletes what a crash left in parts/ and checks that every committed part is there (CorruptRunError if not).
+    """
+
+    def __init__(
+        self, folder: RunFolder, commit_rows: int = 256, commit_seconds: float = 30.0, compression: str = "zstd"
+    ) -> None:
+        self.folder = folder
+        self.commit_rows = commit_rows
+        self.commit_seconds = commit_seconds
+        self.compression = compression
+        self.log = CommitLog(folder.commit_log)
+        self.parts = self.log.read()
+        self._waiting: list[Completion] = []
+        self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
+        self._check_committed_parts()
+        self._delete_stray_files()
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, completion: Completion) -> None:
+        """Take one completion; commits if it is time. Raises BatchgenError if the disk refuses."""
+        if not self._waiting:
+            self._oldest_since = time.monotonic()
+        self._waiting.append(completion)
+        self.commit_if_due()
+
+    def commit_if_due(self) -> bool:
+        """For a loop in which no row ends for a while. True if something was committed."""
+        if not self._waiting:
+            return False
+        if len(self._waiting) < self.commit_rows and time.monotonic() - self._oldest_since < self.commit_seconds:
+            return False
+        return self.commit() is not None
+
+    def commit(self) -> Part | None:
+        """Make all that waits safe, as one part; None if nothing waits. Raises BatchgenError; the rows then wait on."""
+        if not self._waiting:
+            return None
+        name = f"part-{self._next_number():06d}.parquet"
+        image = self._encode(completions_to_table(self._waiting))
+        write_atomically(self.folder.parts / name, lambda file: file.write(image))
+        rows = [one.row for one in self._waiting]
+        part = Part(
+            name=name,
+            num_rows=len(rows),
+            num_bytes=len(image),
+            checksum=xxhash.xxh3_128_hexdigest(image),
+            min_row=min(rows),
+            max_row=max(rows),
+            num_failed=sum(one.status is not RowStatus.OK for one in self._waiting),
+            committed_at=time.time(),
+        )
+        self.log.append(part)
+        self.parts.append(part)
+        self._waiting = []
+        return part
+
+    def close(self) -> None:
+        """Commit the rest. Also right after an exception: a completion handed over is a finished row."""
+        self.commit()
+
+    def finished(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is committed, in no useful order: rows [n] int64, sample indices [n] int32. Reads two columns of each part.
+
+        Raises CorruptRunError for a part that cannot be read.
+        """
+        rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        for part in self.parts:
+            table = read_part_columns(self.folder, part, ["row", "sample_index"])
+            rows.append(table["row"].to_numpy())
+            samples.append(table["sample_index"].to_numpy())
+        return np.concatenate(rows), np.concatenate(samples)
+
+    def _encode(self, table: pa.Table) -> memoryview:
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression=self.compression)
+        return memoryview(sink.getvalue())
+
+    def _next_number(self) -> int:
+        return 1 + max((int(part.name[5:-8]) for part in self.parts), default=0)
+
+    def _check_committed_parts(self) -> None:
+        for part in self.parts:
+            path = self.folder.parts / part.name
+            num_bytes = path.stat().st_size if path.is_file() else None
+            if num_bytes != part.num_bytes:
+                found = "missing" if num_bytes is None else f"{num_bytes} bytes long instead of {part.num_bytes}"
+                raise damaged(self.folder, part, found)
+
+    def _delete_stray_files(self) -> None:
+        committed = {part.name for part in self.parts}
+        for path in self.folder.parts.iterdir():
+            if path.name not in committed and path.is_file():
+                path.unlink()
+
+
+def read_part(folder: RunFolder, part: Part) -> pa.Table:
+    """A committed part in ANSWER_SCHEMA, its checksum compared. Raises CorruptRunError."""
+    try:
+        image = (folder.parts / part.name).read_bytes()
+    except OSError as error:
+        raise damaged(folder, part, error.strerror or str(error)) from None
+    if xxhash.xxh3_128_hexdigest(image) != part.checksum:
+        raise damaged(folder, part, "changed since it was committed (its checksum differs)")
+    return pq.read_table(pa.BufferReader(image))
+
+
+def read_part_columns(folder: RunFolder, part: Part, columns: list[str]) -> pa.Table:
+    """Some columns of a committed part, without its checksum. Raises CorruptRunError."""
+    try:
+        with pq.ParquetFile(folder.parts / part.name) as file:
+            return file.read(columns=columns)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise damaged(folder, part, str(error)) from None
+
+
+def damaged(folder: RunFolder, part: Part, found: str) -> CorruptRunError:
+    return CorruptRunError(
+        f"{folder.parts / part.name}: {found}, but it is committed. Put it back; or, to compute its {part.num_rows} answers "
+        f"again, delete the line that names {part.name} from {folder.commit_log} and run the same command"
+    )

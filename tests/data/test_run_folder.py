@@ -1,0 +1,126 @@
+"""Who may write in a run folder, and for which job; and what `status` reads from it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.status import read_status
+from batchgen.data.writer import PartWriter
+from batchgen.errors import BatchgenError, CorruptRunError, RunFolderError
+
+HOLD = "import sys; from batchgen.data.run_folder import RunFolder\nwith RunFolder(sys.argv[1]): print('held', flush=True); input()"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of tmp_path/run."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first(holder, tmp_path):
+    with (
+        pytest.raises(RunFolderError, match=f"run: in use by process {holder.pid} on .*wait for it"),
+        RunFolder(tmp_path / "run"),
+    ):
+        pass
+    holder.kill()
+    holder.wait()
+    with RunFolder(tmp_path / "run"):  # the lock died with its holder
+        assert json.loads((tmp_path / "run/LOCK").read_text())["pid"] == os.getpid()
+    with RunFolder(tmp_path / "run"):
+        pass
+
+
+def test_a_job_may_go_on_with_harmless_changes_only(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.begin({"engine": 1}, {"sampling.seed": 0, "sampling.stop": ["a"], "model.path": "m"}) is False
+        folder.update_state({"num_rows": 5})
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.begin({"engine": 2}, {"sampling.seed": 0, "sampling.stop": ("a",), "model.path": "m"}) is True
+        assert (folder.read()["job"], folder.state) == ({"engine": 2}, {"num_rows": 5})
+        with pytest.raises(RunFolderError) as caught:
+            folder.begin({"engine": 3}, {"sampling.seed": 1, "sampling.stop": ["a"], "input.a.parquet": "ff" * 100})
+        lines = str(caught.value).splitlines()
+        assert lines[1] == f'  input.a.parquet: not there there, "{"f" * 59}... (202 characters) now'.replace(
+            "there there", "there there"
+        )
+        assert lines[2] == '  model.path: "m" there, not there now'
+        assert lines[3] == "  sampling.seed: 0 there, 1 now"
+        assert "another output.path" in lines[4] and len(lines) == 5
+        assert folder.read()["job"] == {"engine": 2}
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with (
+        pytest.raises(RunFolderError, match=r"not empty and not a batchgen run \(it holds thesis.tex\)"),
+        RunFolder(tmp_path),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    with pytest.raises(RunFolderError, match="is a file"), RunFolder(tmp_path / "thesis.tex"):
+        pass
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/job.json").write_text('{"name": "x"}')
+    with pytest.raises(RunFolderError, match=r"job.json is not batchgen's"), RunFolder(tmp_path / "other") as folder:
+        folder.begin({}, {})
+
+
+def test_a_crash_before_job_json_does_not_lock_the_folder_out(tmp_path):
+    with RunFolder(tmp_path / "run"):
+        (tmp_path / "run/job.json.tmp").write_text('{"for')
+    with RunFolder(tmp_path / "run") as folder:
+        assert folder.begin({}, {}) is False
+
+
+def test_answers_without_a_job_are_not_adopted(tmp_path, answer):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin({}, {"a": 1})
+        with PartWriter(folder) as writer:
+            writer.add(answer(0))
+        folder.job_file.unlink()
+        with pytest.raises(CorruptRunError, match=r"committed answers but no job.json"):
+            folder.begin({}, {"a": 2})
+
+
+def test_a_job_file_that_cannot_be_replaced_stays(folder, monkeypatch):
+    before = folder.job_file.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BatchgenError, match=r"job.json: cannot write: No space left on device"):
+        folder.update_state({"num_rows": 3})
+    assert folder.job_file.read_bytes() == before
+    assert not folder.job_file.with_name("job.json.tmp").exists()
+
+
+def test_status(tmp_path, answer, holder):
+    with pytest.raises(RunFolderError, match="not a run folder: there is no job.json"):
+        read_status(tmp_path / "run")
+    holder.kill()
+    holder.wait()
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin({}, {})
+        assert read_status(folder.path).num_answers is None
+        folder.update_state({"num_rows": 10, "num_samples": 2})
+        with PartWriter(folder, commit_rows=3) as writer:
+            for row in range(7):
+                writer.add(answer(row, fault="too_long" if row == 1 else None))
+            status = read_status(folder.path)
+            assert (status.num_answers, status.num_committed, status.num_failed, status.num_parts) == (20, 6, 1, 2)
+            assert status.locked_by is not None and f"process {os.getpid()} on" in status.locked_by
+            assert not status.is_finished and time.time() - (status.last_commit_at or 0) < 60
+    status = read_status(tmp_path / "run")
+    assert (status.num_committed, status.locked_by) == (7, None)

@@ -1,0 +1,233 @@
+"""Committed means safe: whatever a crash leaves in the folder, each finished row is there once and no other is."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.data.commit_log import CommitLog
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.schema import ANSWER_SCHEMA, SCHEMA_VERSION
+from batchgen.data.writer import PartWriter, read_part
+from batchgen.errors import BatchgenError, CorruptRunError
+
+
+def committed(folder):
+    return sorted(PartWriter(folder).finished()[0].tolist())
+
+
+def test_a_part_holds_what_was_added_sorted_in_the_versioned_schema(folder, answer):
+    with PartWriter(folder, commit_rows=4) as writer:
+        for completion in (answer(7, 1), answer(2, fault="too_long"), answer(7, 0, text="a\ud83d é"), answer(5)):
+            writer.add(completion)
+        assert writer.num_waiting == 0
+    table = pq.read_table(folder.parts / "part-000001.parquet")
+    assert table.schema.equals(ANSWER_SCHEMA)
+    assert table.schema.metadata[b"batchgen.schema_version"] == str(SCHEMA_VERSION).encode()
+    failed, fifth, surrogate, last = table.to_pylist()
+    assert [row["row"] for row in table.to_pylist()] == [2, 5, 7, 7] and last["sample_index"] == 1
+    assert (failed["status"], failed["error_code"], failed["generated_text"]) == ("error", "too_long", None)
+    assert failed["error_message"] == "row 2: too_long" and failed["finish_reason"] == "error"
+    assert (fifth["status"], fifth["generated_text"], fifth["finish_reason"]) == ("ok", "answer 5.0", "stop")
+    assert (fifth["token_ids"], fifth["num_output_tokens"], fifth["num_prompt_tokens"]) == ([0], 1, 7)
+    assert surrogate["generated_text"] == "a\ufffd é"
+    (part,) = writer.parts
+    assert (part.num_rows, part.min_row, part.max_row, part.num_failed) == (4, 2, 7, 1)
+    assert part.num_bytes == (folder.parts / part.name).stat().st_size
+
+
+def test_commits_by_number_and_by_time(folder, answer, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    writer = PartWriter(folder, commit_rows=3, commit_seconds=10)
+    for row in range(4):
+        writer.add(answer(row))
+    assert ([part.num_rows for part in writer.parts], writer.num_waiting) == ([3], 1)
+    now[0] += 9.9
+    assert not writer.commit_if_due()
+    now[0] += 0.2
+    assert writer.commit_if_due() and not writer.commit_if_due()
+    assert [part.num_rows for part in writer.parts] == [3, 1]
+    assert writer.commit() is None
+
+
+def test_finished(folder, answer):
+    assert [array.tolist() for array in PartWriter(folder).finished()] == [[], []]
+    with PartWriter(folder, commit_rows=2) as writer:
+        for row in (4, 1, 3):
+            writer.add(answer(row, row % 2))
+    rows, samples = PartWriter(folder).finished()
+    assert (rows.dtype, samples.dtype) == (np.int64, np.int32)
+    assert sorted(zip(rows.tolist(), samples.tolist())) == [(1, 1), (3, 1), (4, 0)]
+
+
+def test_what_the_log_does_not_name_does_not_exist(folder, answer):
+    with PartWriter(folder, commit_rows=2) as writer:
+        for row in range(4):
+            writer.add(answer(row))
+    image = (folder.parts / "part-000002.parquet").read_bytes()
+    (folder.parts / "part-000003.parquet").write_bytes(image)  # whole, but its record was not written
+    (folder.parts / "part-000004.parquet").write_bytes(image[:100])  # a final name on half a file
+    (folder.parts / "part-000005.parquet").touch()
+    (folder.parts / "part-000006.parquet.tmp").write_bytes(image)
+    writer = PartWriter(folder)
+    assert sorted(os.listdir(folder.parts)) == ["part-000001.parquet", "part-000002.parquet"]
+    writer.add(answer(9))
+    writer.close()
+    assert committed(folder) == [0, 1, 2, 3, 9]
+    assert sorted(os.listdir(folder.parts))[-1] == "part-000003.parquet"
+
+
+def test_a_crash_between_part_and_log_leaves_the_rows_owed(folder, answer, monkeypatch):
+    writer = PartWriter(folder)
+    writer.add(answer(0))
+    monkeypatch.setattr(CommitLog, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit()
+    monkeypatch.undo()
+    assert os.listdir(folder.parts) == ["part-000001.parquet"]
+    assert committed(folder) == [] and os.listdir(folder.parts) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:50]), "50 bytes long instead of"),
+    ],
+)
+def test_a_committed_part_that_is_gone_is_told_with_the_way_out(folder, answer, damage, said):
+    with PartWriter(folder, commit_rows=2) as writer:
+        for row in range(4):
+            writer.add(answer(row))
+    damage(folder.parts / "part-000001.parquet")
+    with pytest.raises(
+        CorruptRunError, match=f"part-000001.parquet: {said}.*delete the line that names part-000001.parquet"
+    ):
+        PartWriter(folder)
+    lines = folder.commit_log.read_bytes().splitlines(keepends=True)
+    folder.commit_log.write_bytes(b"".join(line for line in lines if b"part-000001.parquet" not in line))
+    assert committed(folder) == [2, 3]
+
+
+def test_a_part_whose_bytes_changed_is_found_by_its_checksum(folder, answer):
+    with PartWriter(folder) as writer:
+        writer.add(answer(0))
+    path = folder.parts / "part-000001.parquet"
+    image = bytearray(path.read_bytes())
+    image[len(image) // 2] ^= 1
+    path.write_bytes(image)
+    with pytest.raises(CorruptRunError, match="changed since it was committed"):
+        read_part(folder, PartWriter(folder).parts[0])
+
+
+@pytest.mark.parametrize("step", ["open", "fsync", "replace"])
+def test_a_full_disk_is_told_and_nothing_is_lost_when_there_is_room_again(folder, answer, monkeypatch, step):
+    writer = PartWriter(folder)
+    writer.add(answer(0))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open" if step == "open" else f"os.{step}", full)
+        with pytest.raises(BatchgenError, match=r"part-000001.parquet: cannot write: No space left on device"):
+            writer.commit()
+    assert writer.num_waiting == 1
+    assert not any(name.endswith(".tmp") for name in os.listdir(folder.parts))
+    writer.add(answer(1))
+    writer.close()
+    assert committed(folder) == [0, 1]
+
+
+def test_a_full_disk_at_the_log_alone(folder, answer, monkeypatch):
+    writer = PartWriter(folder, commit_rows=1)
+    writer.add(answer(0))
+    before = folder.commit_log.read_bytes()
+    calls = []
+    real = os.fsync
+
+    def full_the_third_time(handle):  # part, folder, log
+        calls.append(handle)
+        if len(calls) == 3:
+            os.ftruncate(handle, len(before) + 10)  # half a record got there
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_the_third_time)
+        with pytest.raises(BatchgenError, match=r"commit.log: cannot write: No space left"):
+            writer.add(answer(1))
+    assert CommitLog(folder.commit_log).read() == writer.parts
+    writer.close()
+    assert committed(folder) == [0, 1]
+
+
+def test_the_order_of_durability(folder, answer, monkeypatch):
+    """fsync the file, then name it, then fsync the folder, then the log: seen as the system calls come."""
+    seen = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(handle):
+        seen.append(f"fsync {os.path.basename(os.readlink(f'/proc/self/fd/{handle}'))}")
+        real_fsync(handle)
+
+    def replace(old, new):
+        seen.append(f"name {os.path.basename(new)}")
+        real_replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    writer = PartWriter(folder, commit_rows=1)
+    writer.add(answer(0))
+    part = "part-000001.parquet"
+    assert seen == [f"fsync {part}.tmp", f"name {part}", "fsync parts", "fsync commit.log", "fsync run"]
+
+
+NUM_ROWS = 1500
+WORK = f"""
+import sys
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.writer import PartWriter
+from batchgen.records import Completion, FinishReason
+with RunFolder(sys.argv[1]) as folder:
+    folder.begin({{}}, {{}})
+    writer = PartWriter(folder, commit_rows=5)
+    done = set(writer.finished()[0].tolist())
+    print(len(done), flush=True)
+    for row in range({NUM_ROWS}):
+        if row not in done:
+            writer.add(Completion(row, 0, text=f"answer {{row}}", finish_reason=FinishReason.STOP))
+            if not writer.num_waiting:
+                print("committed", flush=True)
+    writer.close()
+"""
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    """Ten deaths of a process that does nothing but commit, then one that may finish: each row exactly once."""
+    rng = random.Random(0)
+    command = [sys.executable, "-c", WORK, str(tmp_path / "run")]
+    started_with = []
+    for _ in range(10):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            started_with.append(int(process.stdout.readline()))
+            for _ in range(rng.randint(1, 15)):
+                process.stdout.readline()
+            time.sleep(rng.uniform(0, 0.003))  # somewhere in the next commit
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+    assert started_with == sorted(set(started_with)), "each start must find what the one before committed"
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with RunFolder(tmp_path / "run") as folder:
+        assert committed(folder) == list(range(NUM_ROWS))
+        tables = [read_part(folder, part) for part in CommitLog(folder.commit_log).read()]
+        texts = [text for table in tables for text in table["generated_text"].to_pylist()]
+        assert sorted(texts) == sorted(f"answer {row}" for row in range(NUM_ROWS))
