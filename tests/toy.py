@@ -109,9 +109,10 @@ def assert_sensitive(model: Any, num_prompts: int = 6) -> None:
     altered[:, 2] = (altered[:, 2] + 1) % 256
     with torch.inference_mode():
         outputs = [
-            model.generate(p, attention_mask=torch.ones_like(p), max_new_tokens=12, do_sample=False, eos_token_id=None)[:, 12:]
+            model.generate(p, attention_mask=torch.ones_like(p), max_new_tokens=12, do_sample=False, eos_token_id=None)
             for p in (prompts, altered)
         ]
+    outputs = [output[:, 12:] for output in outputs]
     changed = (outputs[0] != outputs[1]).any(1).sum().item()
     assert changed >= num_prompts - 1, f"only {changed} of {num_prompts} outputs depend on an early token: a poor oracle"
     assert outputs[0].unique().numel() > 10, "the greedy output repeats itself: a poor oracle"

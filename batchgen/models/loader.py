@@ -79,7 +79,8 @@ def fill(decoder: Decoder, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
 def tensor_places(decoder: Decoder) -> dict[str, torch.Tensor]:
     """Hugging Face's tensor name -> the view of the decoder's weights that it fills."""
     config = decoder.config
-    places: dict[str, torch.Tensor] = {"model.embed_tokens.weight": decoder.embedding, "model.norm.weight": decoder.final_norm}
+    places: dict[str, torch.Tensor] = {"model.embed_tokens.weight": decoder.embedding}
+    places["model.norm.weight"] = decoder.final_norm
     if not config.tie_word_embeddings:
         places["lm_head.weight"] = decoder.lm_head
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

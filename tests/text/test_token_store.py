@@ -1,0 +1,170 @@
+"""The token store and the way into it: round trips, atomicity, faults, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen.errors import CorruptRunError
+from batchgen.records import Prompt, RowFault
+from batchgen.text import token_store
+from batchgen.text.token_store import TokenStore, TokenStoreWriter
+from batchgen.text.tokenize import tokenize, truncate
+from batchgen.text.tokenizer import Tokenizer, load_tokenizer
+from tests.toy import make_toy_tokenizer
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+NONE = ids()
+FAULT = RowFault("null_prompt", "column 'q' is null")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.arrow"
+    with TokenStoreWriter(path, {"model": "toy"}) as writer:
+        writer.append([0, 3], [5, 2**64 - 1], [ids(1, 2, 3), NONE], [None, FAULT])
+        writer.append([], [], [], [])
+        writer.append(np.array([9]), np.array([7], np.uint64), [ids(4)], [None])
+        assert not path.exists(), "a store that is not finished does not exist"
+    store = TokenStore.open(path)
+    assert store.num_rows == 3 and store.metadata == {"model": "toy"}
+    assert store.rows.tolist() == [0, 3, 9] and store.row_keys.tolist() == [5, 2**64 - 1, 7]
+    assert store.lengths.tolist() == [3, 0, 1]
+    assert (store.rows.dtype, store.row_keys.dtype, store.lengths.dtype) == (np.int64, np.uint64, np.int32)
+    assert [store.tokens(i).tolist() for i in range(3)] == [[1, 2, 3], [], [4]]
+    assert store.fault(0) is None and store.fault(1) == FAULT and store.faults() == {1: FAULT}
+    with pytest.raises(IndexError):
+        store.tokens(3)
+
+
+def test_tokens_are_views_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with TokenStoreWriter(path) as writer:
+        writer.append([0, 1], [0, 0], [ids(*range(100)), ids(1)], [None, None])
+    view = TokenStore.open(path).tokens(0)
+    assert view.dtype == np.int32 and view.base is not None and not view.flags.writeable
+
+
+def test_empty_store(tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path / "t"):
+        pass
+    store = TokenStore.open(tmp_path / "t")
+    assert store.num_rows == 0 and store.lengths.dtype == np.int32 and store.faults() == {}
+
+
+def test_large_batches_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "MAX_BATCH_TOKENS", 10)
+    rows = [np.arange(i, dtype=np.int32) for i in range(12)]
+    with TokenStoreWriter(tmp_path / "t") as writer:
+        writer.append(range(12), range(12), rows, [FAULT if i == 0 else None for i in range(12)])
+    store = TokenStore.open(tmp_path / "t")
+    assert len(store._batches) > 3
+    assert [store.tokens(i).tolist() for i in range(12)] == [row.tolist() for row in rows]
+    assert store.lengths.tolist() == list(range(12)) and store.faults() == {0: FAULT}
+
+
+def test_a_failed_writer_leaves_nothing_and_damage_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with pytest.raises(RuntimeError), TokenStoreWriter(path) as writer:
+        writer.append([0], [0], [ids(1)], [None])
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        TokenStore.open(path)
+    with TokenStoreWriter(path) as writer:
+        writer.append([0], [0], [ids(*range(1000))], [None])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptRunError, match="delete it"):
+        TokenStore.open(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(make_toy_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def run(prompts: Any, tokenizer: Any, path: Path, **options: Any) -> tuple[TokenStore, Any]:
+    with TokenStoreWriter(path) as writer:
+        defaults = dict(add_special_tokens=False, max_prompt_tokens=10, batch_rows=3)
+        counts = tokenize(prompts, tokenizer, writer, **defaults | options)
+    return TokenStore.open(path), counts
+
+
+PROMPTS = [
+    Prompt(0, 10, text="abcdefghij"),
+    Prompt(2, 11, fault=FAULT),
+    Prompt(3, 12, text="abcdefghijk"),
+    Prompt(4, 13, text=""),
+    Prompt(5, 14, segments=[("<|im_end|>", True), ("a<|im_end|>", False)]),
+    Prompt(6, 15, segments=[("<|im_end|>", True), ("a", False)]),
+    Prompt(7, 16, text="x"),
+]
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 100])
+def test_tokenize(batch_rows: int, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    store, counts = run(iter(PROMPTS), tokenizer, tmp_path / "t", batch_rows=batch_rows)
+    assert store.rows.tolist() == [0, 2, 3, 4, 5, 6, 7] and store.row_keys.tolist() == list(range(10, 17))
+    assert {i: fault.code for i, fault in store.faults().items()} == {
+        1: "null_prompt",
+        2: "prompt_too_long",
+        3: "empty_prompt",
+        4: "prompt_too_long",
+    }
+    assert store.fault(2) == RowFault("prompt_too_long", "the prompt has 11 tokens, 10 fit")
+    assert tokenizer.decode(store.tokens(0)) == "abcdefghij" and tokenizer.decode(store.tokens(6)) == "x"
+    assert store.tokens(5).tolist() == [265, *tokenizer.encode(["a"], False)[0].tolist()]
+    assert (counts.num_rows, counts.num_faults, counts.num_tokens) == (7, 4, 10 + 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"), [("truncate_left", "bcdefghijk"), ("truncate_right", "abcdefghij"), ("truncate_middle", "abcdeghijk")]
+)
+def test_truncation(where: str, text: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    store, counts = run(PROMPTS[2:3], tokenizer, tmp_path / "t", on_too_long=where)
+    assert tokenizer.decode(store.tokens(0)) == text and counts.num_truncated == 1
+
+
+def test_truncate_odd_and_one() -> None:
+    for n in (1, 2, 3):
+        for where in ("truncate_left", "truncate_right", "truncate_middle"):
+            assert len(truncate(np.arange(9, dtype=np.int32), n, where)) == n
+    assert truncate(np.arange(9), 3, "truncate_middle").tolist() == [0, 1, 8]
+
+
+def test_a_row_that_the_tokenizer_refuses_stays_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    class Refusing(Tokenizer):
+        def encode(self, texts: Any, add_special_tokens: bool) -> list[np.ndarray]:
+            if any("bad" in text for text in texts):
+                raise ValueError("cannot\nencode this")
+            return super().encode(texts, add_special_tokens)
+
+    prompts = [Prompt(i, i, text=text) for i, text in enumerate(["a", "bad", "b"])]
+    store, _ = run(prompts, Refusing(tokenizer.hf), tmp_path / "t")
+    assert store.faults() == {1: RowFault("tokenizer_error", "the tokenizer cannot encode this prompt: cannot encode this")}
+    assert [tokenizer.decode(store.tokens(i)) for i in (0, 2)] == ["a", "b"]
+
+
+def test_prompts_are_taken_batch_by_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    taken: list[int] = []
+
+    def prompts() -> Iterator[Prompt]:
+        for i in range(9):
+            taken.append(i)
+            yield Prompt(i, i, text="a")
+
+    class Watching(TokenStoreWriter):
+        def append(self, rows: Any, *rest: Any) -> None:
+            assert len(taken) <= rows[-1] + 1, "read ahead of the batch that is written"
+            super().append(rows, *rest)
+
+    with Watching(tmp_path / "t") as writer:
+        tokenize(prompts(), tokenizer, writer, add_special_tokens=False, max_prompt_tokens=10, batch_rows=4)
+    assert TokenStore.open(tmp_path / "t").num_rows == 9
