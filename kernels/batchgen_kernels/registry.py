@@ -15,15 +15,45 @@ import torch
 
 # op -> {implementation: "module:function"}; the module is imported when the op is chosen, not before
 OPS: dict[str, dict[str, str]] = {
-    "rms_norm": {"reference": "rms_norm:rms_norm_reference", "torch": "rms_norm:rms_norm_torch"},
-    "add_rms_norm": {"reference": "rms_norm:add_rms_norm_reference", "torch": "rms_norm:add_rms_norm_torch"},
-    "rotary_embedding": {"reference": "rotary:rotary_embedding_reference", "torch": "rotary:rotary_embedding_torch"},
-    "silu_and_mul": {"reference": "activation:silu_and_mul_reference", "torch": "activation:silu_and_mul_torch"},
-    "write_kv": {"reference": "kv_cache:write_kv_reference", "torch": "kv_cache:write_kv_torch"},
-    "copy_blocks": {"reference": "kv_cache:copy_blocks_reference", "torch": "kv_cache:copy_blocks_torch"},
+    "rms_norm": {
+        "reference": "rms_norm:rms_norm_reference",
+        "torch": "rms_norm:rms_norm_torch",
+        "triton": "rms_norm:rms_norm_triton",
+    },
+    "add_rms_norm": {
+        "reference": "rms_norm:add_rms_norm_reference",
+        "torch": "rms_norm:add_rms_norm_torch",
+        "triton": "rms_norm:add_rms_norm_triton",
+    },
+    "rotary_embedding": {
+        "reference": "rotary:rotary_embedding_reference",
+        "torch": "rotary:rotary_embedding_torch",
+        "triton": "rotary:rotary_embedding_triton",
+    },
+    "silu_and_mul": {
+        "reference": "activation:silu_and_mul_reference",
+        "torch": "activation:silu_and_mul_torch",
+        "triton": "activation:silu_and_mul_triton",
+    },
+    "write_kv": {
+        "reference": "kv_cache:write_kv_reference",
+        "torch": "kv_cache:write_kv_torch",
+        "triton": "kv_cache:write_kv_triton",
+    },
+    "copy_blocks": {
+        "reference": "kv_cache:copy_blocks_reference",
+        "torch": "kv_cache:copy_blocks_torch",
+        "triton": "kv_cache:copy_blocks_triton",
+    },
+    "merge_states": {
+        "reference": "merge_states:merge_states_reference",
+        "torch": "merge_states:merge_states_torch",
+        "triton": "merge_states:merge_states_triton",
+    },
     "plan_attention": {
         "reference": "attention_reference:plan_attention_reference",
         "torch": "attention_torch:plan_attention_torch",
+        "triton": "attention_triton:plan_attention_triton",
     },
 }
 BACKENDS = ("reference", "torch", "triton")

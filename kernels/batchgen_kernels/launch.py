@@ -1,0 +1,122 @@
+"""How the attention kernels are launched: tile sizes, warps and pipeline stages by architecture, head dim and dtype.
+
+One table, which the compile tests walk through entry by entry, so nothing can be launched that was never compiled.
+The numbers come from what the compiler reports (no spills, shared memory, tensor core instructions, copies in flight);
+they have not been timed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from batchgen_kernels._triton import interpreting, triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+
+
+class Launch(NamedTuple):
+    """block_m: rows of the query tile (decode: at least; GQA heads may need more); block_n: keys of a key/value tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (architecture, head_dim padded to a power of two, bytes of an element) -> launch. Head dims below 64 use the row of 64.
+# Rows of 4 bytes multiply without tensor cores (float32 means float32 here): small tiles, or the registers spill.
+PREFILL: dict[tuple[str, int, int], Launch] = {
+    ("sm_80", 64, 2): Launch(128, 64, 8, 3),
+    ("sm_80", 128, 2): Launch(128, 64, 8, 3),
+    ("sm_80", 256, 2): Launch(64, 32, 8, 2),
+    ("sm_80", 64, 4): Launch(64, 32, 8, 2),
+    ("sm_80", 128, 4): Launch(64, 32, 8, 2),
+    ("sm_80", 256, 4): Launch(32, 16, 8, 2),
+    ("sm_90", 64, 2): Launch(128, 64, 4, 3),
+    ("sm_90", 128, 2): Launch(128, 64, 8, 3),
+    ("sm_90", 256, 2): Launch(64, 64, 4, 2),
+    ("sm_90", 64, 4): Launch(64, 32, 8, 2),
+    ("sm_90", 128, 4): Launch(64, 32, 8, 2),
+    ("sm_90", 256, 4): Launch(32, 16, 8, 2),
+    ("sm_100", 64, 2): Launch(128, 64, 4, 3),
+    ("sm_100", 128, 2): Launch(128, 64, 8, 3),
+    ("sm_100", 256, 2): Launch(64, 64, 8, 2),
+    ("sm_100", 64, 4): Launch(64, 32, 8, 2),
+    ("sm_100", 128, 4): Launch(64, 32, 8, 2),
+    ("sm_100", 256, 4): Launch(32, 16, 8, 2),
+    ("gfx942", 64, 2): Launch(128, 64, 4, 2),
+    ("gfx942", 128, 2): Launch(128, 64, 8, 2),
+    ("gfx942", 256, 2): Launch(64, 32, 8, 2),
+    ("gfx942", 64, 4): Launch(64, 32, 4, 2),
+    ("gfx942", 128, 4): Launch(64, 32, 4, 2),
+    ("gfx942", 256, 4): Launch(32, 16, 4, 2),
+}
+DECODE: dict[tuple[str, int, int], Launch] = {
+    ("sm_80", 64, 2): Launch(16, 64, 4, 4),
+    ("sm_80", 128, 2): Launch(16, 64, 4, 3),
+    ("sm_80", 256, 2): Launch(16, 32, 4, 3),
+    ("sm_80", 64, 4): Launch(16, 32, 4, 3),
+    ("sm_80", 128, 4): Launch(16, 32, 4, 3),
+    ("sm_80", 256, 4): Launch(16, 16, 4, 3),
+    ("sm_90", 64, 2): Launch(16, 64, 4, 4),
+    ("sm_90", 128, 2): Launch(16, 64, 4, 4),
+    ("sm_90", 256, 2): Launch(16, 64, 4, 3),
+    ("sm_90", 64, 4): Launch(16, 32, 4, 3),
+    ("sm_90", 128, 4): Launch(16, 32, 4, 3),
+    ("sm_90", 256, 4): Launch(16, 16, 4, 3),
+    ("sm_100", 64, 2): Launch(16, 64, 4, 4),
+    ("sm_100", 128, 2): Launch(16, 64, 4, 4),
+    ("sm_100", 256, 2): Launch(16, 64, 4, 3),
+    ("sm_100", 64, 4): Launch(16, 32, 4, 3),
+    ("sm_100", 128, 4): Launch(16, 32, 4, 3),
+    ("sm_100", 256, 4): Launch(16, 16, 4, 3),
+    ("gfx942", 64, 2): Launch(16, 64, 4, 2),
+    ("gfx942", 128, 2): Launch(16, 64, 4, 2),
+    ("gfx942", 256, 2): Launch(16, 32, 4, 2),
+    ("gfx942", 64, 4): Launch(16, 32, 4, 2),
+    ("gfx942", 128, 4): Launch(16, 32, 4, 2),
+    ("gfx942", 256, 4): Launch(16, 16, 4, 2),
+}
+# Whatever else there is (consumer GPUs with 100 KB of shared memory, older or newer chips): small enough to fit anywhere.
+ANYWHERE = {2: Launch(64, 32, 4, 2), 4: Launch(32, 16, 4, 2)}
+# The interpreter pays per program and tile, not per element; tiles this small still give a short test several of each.
+INTERPRETER = Launch(32, 32, 4, 1)
+
+
+def prefill_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launch:
+    if architecture == "interpreter":
+        return INTERPRETER
+    return PREFILL.get(_key(architecture, head_dim, dtype), ANYWHERE[dtype.itemsize])
+
+
+def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launch:
+    if architecture == "interpreter":
+        return INTERPRETER._replace(block_m=16)
+    return DECODE.get(_key(architecture, head_dim, dtype), ANYWHERE[dtype.itemsize]._replace(block_m=16))
+
+
+def current_architecture() -> str:
+    """Name of the active target: sm_90, gfx942, ..., or `interpreter`."""
+    if interpreting():
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time at least: streaming multiprocessors (compute units) of the device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The next power of two, which is what a tile can have; at least 16, which is what a dot needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _key(architecture: str, head_dim: int, dtype: torch.dtype) -> tuple[str, int, int]:
+    return architecture, max(64, padded_head_dim(head_dim)), dtype.itemsize
