@@ -51,11 +51,11 @@ class PartWriter:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, completion: Completion) -> None:
-        """Take one completion; commits if it is time. Raises BatchgenError if the disk refuses."""
+    def add(self, *completions: Completion) -> None:
+        """Take completions that belong into one part; commits if it is time. Raises BatchgenError if the disk refuses."""
         if not self._waiting:
             self._oldest_since = time.monotonic()
-        self._waiting.append(completion)
+        self._waiting.extend(completions)
         self.commit_if_due()
 
     def commit_if_due(self) -> bool:

@@ -156,6 +156,7 @@ class Scheduler:
         s = self.state
         outputs = s.outputs(slot).copy()
         self._length_counts[len(outputs)] += 1
+        self.stats.num_output += len(outputs)
         fault = None
         if not finite:
             reason, outputs = FinishReason.ERROR, outputs[:-1]

@@ -1,0 +1,124 @@
+"""The command line: parse, call, print. Heavy imports only inside commands, so that --help, status and typos are quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchgen import __version__
+from batchgen.errors import BatchgenError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Offline batch inference for language models: every row of a Parquet file answered exactly once.",
+    epilog="Exit codes: 0 all rows ok; 2 the job cannot start as asked; 3 done, some rows failed; 4 stopped, too many "
+    "rows failed; 75 interrupted, run the same command again; 1 anything else.",
+)
+
+JobFile = Annotated[Path, typer.Argument(help="The job file, YAML; every key is explained in jobs/eval.yaml")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a key of the job file: --set input.limit=12")]
+Folder = Annotated[Path, typer.Argument(help="The run folder (output.path of the job)")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"batchgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def run(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Answer every row of a job; go on where an earlier run of it stopped."""
+    from batchgen.job import load_job
+
+    job = load_job(job_file, overrides or [])
+    from batchgen.runner import run_job
+
+    raise typer.Exit(run_job(job))
+
+
+@app.command()
+def plan(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Show what a job would do: rows that would fail, lengths, duplicates, prefix savings, memory. Loads no weights."""
+    from batchgen.job import load_job
+
+    job = load_job(job_file, overrides or [])
+    from batchgen.planner import plan_job
+
+    for line in plan_job(job):
+        print(line)
+
+
+@app.command()
+def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="As one JSON object")] = False) -> None:
+    """Show how far a run is, while it works or after."""
+    from batchgen.data.status import read_status
+
+    s = read_status(folder)
+    if as_json:
+        facts = {name: getattr(s, name) for name in s.__dataclass_fields__}
+        print(json.dumps(facts | {"path": str(s.path)}))
+        return
+    owed = "?" if s.num_answers is None else str(s.num_answers)
+    print(f"{s.path}: {s.num_committed} of {owed} answers committed ({s.num_failed} failed) in {s.num_parts} parts")
+    if s.last_commit_at is not None:
+        import datetime
+
+        print(f"last commit at {datetime.datetime.fromtimestamp(s.last_commit_at).isoformat(' ', 'seconds')}")
+    print(f"at work: {s.locked_by}" if s.locked_by else "nobody works on it")
+    print(f"finished: {s.path / 'results'}" if s.is_finished else "not finished; run the same job file again to go on")
+
+
+@app.command()
+def merge(folder: Folder) -> None:
+    """Write results/ of a run again from its committed parts (`run` does it at its end)."""
+    from batchgen.runner import merge_again
+
+    summary = merge_again(folder)
+    print(f"{summary.num_answers} answers in {folder / 'results'}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a job file, for editors."""
+    from batchgen.job import job_json_schema
+
+    print(json.dumps(job_json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
+    try:
+        app(prog_name="batchgen")
+    except BatchgenError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"batchgen: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(
+            f"batchgen: unexpected {what}; what was committed is safe. Please report this with the output of "
+            "batchgen --debug ...",
+            file=sys.stderr,
+        )
+        sys.exit(1)

@@ -1,0 +1,106 @@
+"""`batchgen plan`: everything about a job that can be known without its weights, as lines for a person."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_size
+from batchgen.job import Job
+from batchgen.models.config import kv_bytes_per_token, num_matmul_parameters
+from batchgen.plan.estimate import length_figures, lru_computed, num_duplicates
+from batchgen.records import Window
+from batchgen.report.progress import Progress
+from batchgen.runner import Inputs, make_token_store, open_inputs, plan_rows
+from batchgen.signals import StopSignals
+from batchgen.text.token_store import TokenStore
+
+FILE_ORDER_ROWS = 20_000  # simulating a cache costs a microsecond a block; beyond this many rows a prefix of the file does
+NUM_FAULTS_SHOWN = 5
+
+
+def plan_job(job: Job) -> list[str]:
+    """Tokenize the job into a temporary store and describe it. Raises what run_job raises before it loads weights."""
+    progress = Progress()
+    with StopSignals(), tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:
+        progress.phase("open")
+        inputs = open_inputs(job, with_weights=False)
+        store = make_token_store(inputs, Path(folder) / "tokens.arrow", progress)
+        progress.phase("plan")
+        lines = describe_rows(store) + describe_first_prompt(inputs, store)
+        window = plan_rows(job, store, np.arange(store.num_rows))
+        if len(window):
+            lines += describe_window(inputs, store, window)
+        progress.close()
+        return lines
+
+
+def describe_rows(store: TokenStore) -> list[str]:
+    faults = store.faults()
+    lines = [f"rows        {store.num_rows:,}, of which {len(faults):,} would fail"]
+    for code, count in Counter(fault.code for fault in faults.values()).most_common():
+        shown = [f"row {store.rows[i]}: {f.message}" for i, f in faults.items() if f.code == code][:NUM_FAULTS_SHOWN]
+        more = f", and {count - len(shown):,} more" if count > len(shown) else ""
+        lines += [f"  {code}: {count:,}"] + [f"    {text}" for text in shown[:-1]] + [f"    {shown[-1]}{more}"]
+    return lines
+
+
+def describe_first_prompt(inputs: Inputs, store: TokenStore) -> list[str]:
+    """The first healthy prompt as the model will see it, with its first and last ids."""
+    healthy = np.flatnonzero(store.lengths > 0)
+    if len(healthy) == 0:
+        return []
+    ids = store.tokens(int(healthy[0]))
+    text = inputs.tokenizer.decode(ids, skip_special_tokens=False)
+    shown = text if len(text) <= 600 else f"{text[:300]} [...] {text[-300:]}"
+    ends = f"{ids[:8].tolist()} ... {ids[-4:].tolist()}" if len(ids) > 12 else str(ids.tolist())
+    lines = [f"  | {line}" for line in shown.splitlines()]
+    return [f"prompt      of row {store.rows[healthy[0]]}, {len(ids)} tokens, ids {ends}", *lines]
+
+
+def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[str]:
+    job, n = inputs.job, inputs.job.sampling.n
+    figures = length_figures(window.lengths)
+    room = inputs.max_model_len - window.lengths
+    cut = int((room < job.sampling.max_tokens).sum())
+    lines = [
+        f"prompts     {figures.total:,} tokens; mean {figures.mean:.0f}, median {figures.median:.0f}, "
+        f"95 % below {figures.p95:.0f}, longest {figures.longest}; the model takes {inputs.max_model_len}",
+        f"answers     up to {job.sampling.max_tokens} tokens each, {n} for each row"
+        + (f"; {cut:,} rows have less room than that in the model" if cut else ""),
+        f"duplicates  {num_duplicates(window):,} rows repeat an earlier prompt",
+    ]
+    device = choose_device(job.engine.device)
+    dtype = choose_dtype(job.engine.dtype, device)
+    per_token = kv_bytes_per_token(inputs.config, dtype)
+    engine = job.engine
+    size = choose_size(
+        device, window, per_token, engine.kv_memory, engine.max_num_batched_tokens, engine.max_running_requests,
+        job.sampling.max_tokens, n,
+    )  # fmt: skip
+    computed = window.num_computed()
+    in_file = plan_rows(job, store, np.arange(min(store.num_rows, FILE_ORDER_ROWS)), sort=False)
+    cached_blocks = size.num_blocks - 1
+    in_file_saved = 1 - lru_computed(in_file, cached_blocks) / int(in_file.lengths.sum())
+    part = "" if len(in_file) == len(window) else f" (first {len(in_file):,} rows)"
+    lines += [
+        f"prefix      {1 - computed / figures.total:.1%} of prompt tokens saved in plan order ({computed:,} to compute); "
+        f"in file order with an LRU cache of the same memory {in_file_saved:.1%}{part}",
+    ]
+    path = int((window.lengths + job.sampling.max_tokens).max())
+    weights = num_matmul_parameters(inputs.config) * dtype.itemsize
+    free = available_memory(device)
+    lines += [
+        f"KV memory   {per_token:,} bytes a token; pool of {cached_blocks * window.block_size:,} tokens = "
+        f"{size.kv_bytes / 2**20:,.0f} MiB ({size.reason}); the longest request needs {path * per_token / 2**20:,.0f} MiB",
+        f"weights     about {weights / 2**20:,.0f} MiB as {str(dtype).removeprefix('torch.')} on {device}; "
+        f"{free / 2**30:.1f} GiB there for the KV pool",
+    ]
+    too_long = int((-(-np.minimum(window.lengths + job.sampling.max_tokens, inputs.max_model_len) // window.block_size)
+                    > cached_blocks).sum())  # fmt: skip
+    if too_long:
+        lines.append(f"  {too_long:,} rows do not fit into that pool and would fail; raise engine.kv_memory")
+    return lines

@@ -1,0 +1,48 @@
+"""TERM, INT, USR1 and USR2 end a job in order: what is finished is committed, and the process exits with 75."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from batchgen.errors import Interrupted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopSignals:
+    """`with StopSignals() as stop:` A signal raises Interrupted at once, except inside `deferred()`, where it sets
+    `received` and the loop there ends at its next step. Everything outside can be repeated, so it may break anywhere."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._deferred = False
+
+    def __enter__(self) -> StopSignals:
+        self._old = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the block end in its own time; raises Interrupted after it if a signal came meanwhile."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+        if self.received is not None:
+            raise self._interrupted()
+
+    def _interrupted(self) -> Interrupted:
+        return Interrupted(f"stopped by {self.received}; what was finished is safe, run the same command again to go on")
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if not self._deferred:
+            raise self._interrupted()
