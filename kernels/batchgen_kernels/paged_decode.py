@@ -235,5 +235,5 @@ def paged_decode(
     if split:
         merge_splits_kernel[(num_requests, num_q_heads)](
             target, target_lse, out, lse, query_start, requests, num_splits, out.stride(0), out.stride(1),
-            NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SPLITS=8, num_warps=4,
+            NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SPLITS=8, num_warps=1,
         )  # fmt: skip
