@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 
 
 class Launch(NamedTuple):
-    """block_m: rows of the query tile (decode: at least; GQA heads may need more); block_n: keys of a key/value tile."""
+    """block_m: rows of the query tile; block_n: keys of a key/value tile."""
 
     block_m: int
     block_n: int

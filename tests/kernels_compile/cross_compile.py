@@ -9,6 +9,7 @@ Needs a process without TRITON_INTERPRET=1: there @triton.jit gives functions th
 
 import collections
 import contextlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -21,6 +22,9 @@ from triton.runtime.driver import driver
 
 # shared memory a block may have, in bytes
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448, "gfx942": 65536}
+
+
+_drivers = itertools.count()
 
 
 class _Utils:
@@ -39,13 +43,13 @@ class CompileOnlyDriver:
     """Answers what JITFunction.warmup asks; there is nothing to launch on."""
 
     def __init__(self, target):
-        self._target, self.utils = target, _Utils(target)
+        self._target, self.utils, self._number = target, _Utils(target), next(_drivers)
 
     def get_current_target(self):
         return self._target
 
     def get_current_device(self):
-        return f"{self._target.backend}:{self._target.arch}"  # key of a kernel's cache: one per target
+        return self._number  # key of a kernel's cache in memory: each driver begins with an empty one
 
     def get_current_stream(self, device=None):
         return 0
