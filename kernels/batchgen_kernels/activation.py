@@ -39,6 +39,6 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(2048, triton.next_power_of_2(size))
     silu_and_mul_kernel[(num_tokens, -(-size // block))](x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4)
     return out

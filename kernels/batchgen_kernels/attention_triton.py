@@ -10,8 +10,9 @@ import torch
 from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.launch import current_architecture, decode_launch, num_processors, prefill_launch
 from batchgen_kernels.metadata import AttentionMetadata
-from batchgen_kernels.paged_decode import MAX_TILE_HEADS, choose_num_splits, paged_decode
+from batchgen_kernels.paged_decode import choose_num_splits, paged_decode
 from batchgen_kernels.paged_prefill import paged_prefill
+from batchgen_kernels.paged_tile import MAX_TILE_HEADS
 
 
 def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:

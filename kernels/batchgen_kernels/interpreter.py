@@ -161,7 +161,10 @@ def _repair_reductions() -> None:
             return back(self, result)
 
         def back(self: Any, t: Any) -> Any:
-            return self.to_tensor(float_to_bits(t.handle.data), BFLOAT16) if t.dtype.scalar == tl.float32 else t
+            if t.dtype.scalar != tl.float32:  # the indices of an argmax
+                return t
+            bits = float_to_bits(t.handle.data)
+            return self.to_tensor(bits if t.type.is_block() else bits.reshape(-1)[0], BFLOAT16)
 
         setattr(owner, name, operation)
 

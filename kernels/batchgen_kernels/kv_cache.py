@@ -114,11 +114,13 @@ def write_kv_triton(
         raise ValueError("write_kv: key, value and caches must be dense in their last dimension")
     if num_tokens == 0:
         return
+    padded_heads, padded_dim = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_dim)
     write_kv_kernel[(num_tokens,)](
         key, value, key_cache, value_cache, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
-        NUM_KV_HEADS=num_kv_heads, PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim, PADDED_DIM=triton.next_power_of_2(head_dim), BLOCK_SIZE=key_cache.shape[1], num_warps=4,
+        NUM_KV_HEADS=num_kv_heads, PADDED_HEADS=padded_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        num_warps=min(4, max(1, padded_heads * padded_dim // 512)),  # few enough for 16 bytes a thread
     )  # fmt: skip
 
 

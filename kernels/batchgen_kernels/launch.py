@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 
 
 class Launch(NamedTuple):
-    """block_m: rows of the query tile (decode: at least; GQA heads may need more); block_n: keys of a key/value tile."""
+    """block_m: rows of the query tile; block_n: keys of a key/value tile."""
 
     block_m: int
     block_n: int
@@ -28,29 +28,30 @@ class Launch(NamedTuple):
 
 
 # (architecture, head_dim padded to a power of two, bytes of an element) -> launch. Head dims below 64 use the row of 64.
-# Rows of 4 bytes multiply without tensor cores (float32 means float32 here): small tiles, or the registers spill.
+# Elements of 4 bytes multiply without tensor cores (float32 means float32 here): small tiles, or the registers spill.
+# Fewer than 3 stages leave no copy in flight on NVIDIA; AMD has no asynchronous copies here and 64 KB of shared memory.
 PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(128, 64, 8, 3),
     ("sm_80", 128, 2): Launch(128, 64, 8, 3),
-    ("sm_80", 256, 2): Launch(64, 32, 8, 2),
-    ("sm_80", 64, 4): Launch(64, 32, 8, 2),
-    ("sm_80", 128, 4): Launch(64, 32, 8, 2),
-    ("sm_80", 256, 4): Launch(32, 16, 8, 2),
+    ("sm_80", 256, 2): Launch(64, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 4, 3),
     ("sm_90", 128, 2): Launch(128, 64, 8, 3),
-    ("sm_90", 256, 2): Launch(64, 64, 4, 2),
-    ("sm_90", 64, 4): Launch(64, 32, 8, 2),
-    ("sm_90", 128, 4): Launch(64, 32, 8, 2),
-    ("sm_90", 256, 4): Launch(32, 16, 8, 2),
+    ("sm_90", 256, 2): Launch(128, 32, 8, 3),
     ("sm_100", 64, 2): Launch(128, 64, 4, 3),
     ("sm_100", 128, 2): Launch(128, 64, 8, 3),
-    ("sm_100", 256, 2): Launch(64, 64, 8, 2),
-    ("sm_100", 64, 4): Launch(64, 32, 8, 2),
-    ("sm_100", 128, 4): Launch(64, 32, 8, 2),
-    ("sm_100", 256, 4): Launch(32, 16, 8, 2),
+    ("sm_100", 256, 2): Launch(128, 32, 8, 3),
     ("gfx942", 64, 2): Launch(128, 64, 4, 2),
     ("gfx942", 128, 2): Launch(128, 64, 8, 2),
     ("gfx942", 256, 2): Launch(64, 32, 8, 2),
+    ("sm_80", 64, 4): Launch(32, 32, 8, 3),
+    ("sm_80", 128, 4): Launch(32, 16, 8, 3),
+    ("sm_80", 256, 4): Launch(32, 16, 8, 3),
+    ("sm_90", 64, 4): Launch(32, 32, 8, 3),
+    ("sm_90", 128, 4): Launch(32, 16, 8, 3),
+    ("sm_90", 256, 4): Launch(32, 16, 8, 3),
+    ("sm_100", 64, 4): Launch(32, 32, 8, 3),
+    ("sm_100", 128, 4): Launch(32, 16, 8, 3),
+    ("sm_100", 256, 4): Launch(32, 16, 8, 3),
     ("gfx942", 64, 4): Launch(64, 32, 4, 2),
     ("gfx942", 128, 4): Launch(64, 32, 4, 2),
     ("gfx942", 256, 4): Launch(32, 16, 4, 2),
@@ -59,30 +60,31 @@ DECODE: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(16, 64, 4, 4),
     ("sm_80", 128, 2): Launch(16, 64, 4, 3),
     ("sm_80", 256, 2): Launch(16, 32, 4, 3),
-    ("sm_80", 64, 4): Launch(16, 32, 4, 3),
-    ("sm_80", 128, 4): Launch(16, 32, 4, 3),
-    ("sm_80", 256, 4): Launch(16, 16, 4, 3),
     ("sm_90", 64, 2): Launch(16, 64, 4, 4),
     ("sm_90", 128, 2): Launch(16, 64, 4, 4),
     ("sm_90", 256, 2): Launch(16, 64, 4, 3),
-    ("sm_90", 64, 4): Launch(16, 32, 4, 3),
-    ("sm_90", 128, 4): Launch(16, 32, 4, 3),
-    ("sm_90", 256, 4): Launch(16, 16, 4, 3),
     ("sm_100", 64, 2): Launch(16, 64, 4, 4),
     ("sm_100", 128, 2): Launch(16, 64, 4, 4),
     ("sm_100", 256, 2): Launch(16, 64, 4, 3),
-    ("sm_100", 64, 4): Launch(16, 32, 4, 3),
-    ("sm_100", 128, 4): Launch(16, 32, 4, 3),
-    ("sm_100", 256, 4): Launch(16, 16, 4, 3),
     ("gfx942", 64, 2): Launch(16, 64, 4, 2),
     ("gfx942", 128, 2): Launch(16, 64, 4, 2),
     ("gfx942", 256, 2): Launch(16, 32, 4, 2),
+    ("sm_80", 64, 4): Launch(16, 32, 8, 3),
+    ("sm_80", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_80", 256, 4): Launch(16, 16, 8, 3),
+    ("sm_90", 64, 4): Launch(16, 32, 8, 3),
+    ("sm_90", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_90", 256, 4): Launch(16, 16, 8, 3),
+    ("sm_100", 64, 4): Launch(16, 32, 8, 3),
+    ("sm_100", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_100", 256, 4): Launch(16, 16, 8, 3),
     ("gfx942", 64, 4): Launch(16, 32, 4, 2),
     ("gfx942", 128, 4): Launch(16, 32, 4, 2),
     ("gfx942", 256, 4): Launch(16, 16, 4, 2),
 }
 # Whatever else there is (consumer GPUs with 100 KB of shared memory, older or newer chips): small enough to fit anywhere.
-ANYWHERE = {2: Launch(64, 32, 4, 2), 4: Launch(32, 16, 4, 2)}
+PREFILL_ANYWHERE = {2: Launch(64, 32, 8, 2), 4: Launch(32, 16, 8, 2)}
+DECODE_ANYWHERE = {2: Launch(16, 32, 4, 2), 4: Launch(16, 16, 8, 2)}
 # The interpreter pays per program and tile, not per element; tiles this small still give a short test several of each.
 INTERPRETER = Launch(32, 32, 4, 1)
 
@@ -90,13 +92,13 @@ INTERPRETER = Launch(32, 32, 4, 1)
 def prefill_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launch:
     if architecture == "interpreter":
         return INTERPRETER
-    return PREFILL.get(_key(architecture, head_dim, dtype), ANYWHERE[dtype.itemsize])
+    return PREFILL.get(_key(architecture, head_dim, dtype), PREFILL_ANYWHERE[dtype.itemsize])
 
 
 def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launch:
     if architecture == "interpreter":
         return INTERPRETER._replace(block_m=16)
-    return DECODE.get(_key(architecture, head_dim, dtype), ANYWHERE[dtype.itemsize]._replace(block_m=16))
+    return DECODE.get(_key(architecture, head_dim, dtype), DECODE_ANYWHERE[dtype.itemsize])
 
 
 def current_architecture() -> str:

@@ -16,6 +16,7 @@ from batchgen_kernels._triton import tl, triton
 from batchgen_kernels.launch import Launch, current_architecture, decode_launch, num_processors, padded_head_dim
 from batchgen_kernels.paged_tile import (
     LOG2E,
+    MAX_TILE_HEADS,
     attend_tile,
     check_attention_inputs,
     check_index_tensors,
@@ -24,7 +25,6 @@ from batchgen_kernels.paged_tile import (
     tile_block_ids,
 )
 
-MAX_TILE_HEADS = 64
 MIN_SPLIT_KEYS = 256  # a shorter part costs more to merge than it saves
 MAX_SPLITS = 64
 
@@ -229,11 +229,11 @@ def paged_decode(
         num_splits, scale * LOG2E, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
-        BLOCK_SIZE=block_size, BLOCK_M=max(launch.block_m, 1 << (tile_heads - 1).bit_length()), BLOCK_N=launch.block_n,
+        BLOCK_SIZE=block_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         PRECISION=dot_precision(query.dtype), SPLIT=split, num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if split:
         merge_splits_kernel[(num_requests, num_q_heads)](
             target, target_lse, out, lse, query_start, requests, num_splits, out.stride(0), out.stride(1),
-            NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SPLITS=8, num_warps=4,
+            NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SPLITS=8, num_warps=1,
         )  # fmt: skip

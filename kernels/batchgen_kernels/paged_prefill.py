@@ -16,6 +16,7 @@ from batchgen_kernels._triton import tl, triton
 from batchgen_kernels.launch import Launch, current_architecture, padded_head_dim, prefill_launch
 from batchgen_kernels.paged_tile import (
     LOG2E,
+    MAX_TILE_HEADS,
     attend_tile,
     check_attention_inputs,
     check_index_tensors,
@@ -23,8 +24,6 @@ from batchgen_kernels.paged_tile import (
     finish_rows,
     tile_block_ids,
 )
-
-MAX_TILE_HEADS = 16  # heads in a tile; the rest of a larger group go to further programs, or too few tokens would be left
 
 
 @triton.jit(

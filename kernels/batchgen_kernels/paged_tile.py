@@ -13,6 +13,7 @@ from batchgen_kernels._triton import tl, triton
 from batchgen_kernels.launch import DTYPES, MAX_HEAD_DIM
 
 LOG2E = 1.4426950408889634
+MAX_TILE_HEADS = 16  # query heads in a tile; a larger group takes several programs, so that the table has every launch
 
 
 @triton.jit

@@ -9,6 +9,7 @@ Needs a process without TRITON_INTERPRET=1: there @triton.jit gives functions th
 
 import collections
 import contextlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -17,11 +18,13 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.driver import driver
 
 # shared memory a block may have, in bytes
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448, "gfx942": 65536}
+
+
+_drivers = itertools.count()
 
 
 class _Utils:
@@ -29,20 +32,24 @@ class _Utils:
         self.target = target
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": SHARED_MEMORY[self.target.arch], "multiprocessor_count": 132, "warpSize": self.target.warp_size}
+        return {
+            "max_shared_mem": SHARED_MEMORY[self.target.arch],
+            "multiprocessor_count": 132,
+            "warpSize": self.target.warp_size,
+        }
 
 
 class CompileOnlyDriver:
     """Answers what JITFunction.warmup asks; there is nothing to launch on."""
 
     def __init__(self, target):
-        self._target, self.utils = target, _Utils(target)
+        self._target, self.utils, self._number = target, _Utils(target), next(_drivers)
 
     def get_current_target(self):
         return self._target
 
     def get_current_device(self):
-        return f"{self._target.backend}:{self._target.arch}"  # key of a kernel's cache: one per target
+        return self._number  # key of a kernel's cache in memory: each driver begins with an empty one
 
     def get_current_stream(self, device=None):
         return 0
@@ -116,20 +123,21 @@ def report(kernel):
         "async_waits": async_waits(kernel.asm["ttgir"]),
     }
     if metadata.target.backend == "cuda":
-        r.update(_ptxas_verdict(kernel.asm["ptx"], arch))
-        ops = [m.group(1) for m in map(INSTRUCTION.match, _sass(kernel.asm["cubin"]).splitlines()) if m]
+        usage = _tool("cuobjdump", "-res-usage", cubin=kernel.asm["cubin"])
+        sass = _tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
+        ops = [m.group(1) for m in map(INSTRUCTION.match, sass.splitlines()) if m]
         kinds = collections.Counter(op.split(".")[0] for op in ops)
         r["mma"] = {k: n for k, n in kinds.items() if k.endswith("MMA")}
-        r["local_ops"] = kinds["LDL"] + kinds["STL"]
+        r["registers"] = int(re.search(r"REG:(\d+)", usage).group(1))
+        r["spills"] = kinds["LDL"] + kinds["STL"]  # instructions on local memory; the kernels have no arrays of their own
         r["wide_loads"] = sum(1 for op in ops if op.split(".")[0] in ("LDG", "LDGSTS") and ("128" in op or "256" in op))
         r["loads"] = kinds["LDG"] + kinds["LDGSTS"]
         r["wide_stores"] = sum(1 for op in ops if op.split(".")[0] == "STG" and ("128" in op or "256" in op))
-    else:
+    else:  # scalar registers may spill into lanes of vector registers, which costs little and is not counted
         text = kernel.asm["amdgcn"]
         number = lambda pattern: int(re.search(pattern, text).group(1))  # noqa: E731
         r["registers"] = number(r"\.vgpr_count:\s+(\d+)")
-        r["spills"] = number(r"\.vgpr_spill_count:\s+(\d+)") + number(r"\.sgpr_spill_count:\s+(\d+)")
-        r["local_ops"] = number(r"\.private_segment_fixed_size:\s+(\d+)")
+        r["spills"] = number(r"\.vgpr_spill_count:\s+(\d+)") + number(r"\.private_segment_fixed_size:\s+(\d+)")
         r["mma"] = dict(collections.Counter("MFMA" for _ in re.findall(r"\bv_mfma_\w+", text)))
         loads = re.findall(r"\b((?:global|buffer)_load_\w+)", text)
         r["loads"], r["wide_loads"] = len(loads), sum("dwordx4" in x or "b128" in x for x in loads)
@@ -144,23 +152,10 @@ def async_waits(ttgir):
     return [int(n) for body in loops for n in re.findall(r"ttg\.async_wait[^\n]*num = (\d+)", body.split("scf.yield")[0])]
 
 
-def _sass(cubin):
+def _tool(name, *options, cubin):
+    """Output of one of the tools in triton's wheel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        return subprocess.run([str(tool), "-c", f.name], capture_output=True, text=True, check=True).stdout
-
-
-def _ptxas_verdict(ptx, arch):
-    """Registers and spilled bytes as ptxas -v states them (triton throws that away)."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(source)]
-        done = subprocess.run([*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True)
-    number = lambda pattern: int(re.search(pattern, done.stdout + done.stderr).group(1))  # noqa: E731
-    return {
-        "registers": number(r"Used (\d+) registers"),
-        "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-    }
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+        return subprocess.run([str(tool), *options, f.name], capture_output=True, text=True, check=True).stdout
