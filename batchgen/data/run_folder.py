@@ -83,8 +83,7 @@ class RunFolder:
         old = self.read()["fingerprint"]
         missing = object()
         lines = [
-            f"  {key}: {_shown(old[key]) if key in old else 'not there'} there, "
-            f"{_shown(new[key]) if key in new else 'not there'} now"
+            f"  {key}: was {_shown(old[key]) if key in old else 'absent'}, is now {_shown(new[key]) if key in new else 'absent'}"
             for key in sorted(old.keys() | new.keys())
             if old.get(key, missing) != new.get(key, missing)
         ]

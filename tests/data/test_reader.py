@@ -163,10 +163,10 @@ def test_two_columns_of_one_name(write, read_input):
 def test_missing_column(write, read_input, settings, key):
     path = write("a.parquet", {"x": [1], "question": ["?"]})
     with pytest.raises(
-        InputError, match=f"input.{key}.*: the input has no column questin; did you mean question.*x, question"
+        InputError, match=rf"input.{key}.*: the input has no column questin; did you mean question.*x, question"
     ):
         read_input(path, **settings)
-    with pytest.raises(InputError, match="prompt.messages: the input has no column questin"):
+    with pytest.raises(InputError, match=r"prompt.messages: the input has no column questin"):
         require_columns(read_input(path).schema, {"prompt.messages": "questin"})
 
 
