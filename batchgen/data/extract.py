@@ -39,6 +39,6 @@ def extract_column(texts: Sequence[str | None], settings: ExtractSection) -> lis
 
 def _number(text: str) -> Decimal | None:
     try:
-        return Decimal(text.strip().replace(",", "").removesuffix("."))
+        return Decimal(text.strip().replace(",", ""))  # Decimal takes a trailing dot
     except InvalidOperation:
         return None

@@ -175,7 +175,8 @@ def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
     """Turns everything that can be wrong with the file, on opening and on reading, into InputError."""
     try:
         stream = file.open()
-        with pq.ParquetFile(stream, buffer_size=_STREAM_BYTES) as parquet:
+        # pre_buffer, on by default, keeps every column chunk that was read: memory would grow to the size of the file
+        with pq.ParquetFile(stream, buffer_size=_STREAM_BYTES, pre_buffer=False) as parquet:
             yield parquet
     except pa.ArrowException as error:
         if file.fs.size(file.path) == 0:

@@ -24,6 +24,7 @@ from batchgen.errors import CorruptRunError, RunFolderError
 
 FORMAT = "batchgen run folder"
 FORMAT_VERSION = 1
+_ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
 
@@ -81,13 +82,8 @@ class RunFolder:
         """Raises RunFolderError that lists each key whose value differs from the folder's, with both values."""
         new = json.loads(json.dumps(dict(new)))
         old = self.read()["fingerprint"]
-        missing = object()
-        lines = [
-            f"  {key}: {_shown(old[key]) if key in old else 'not there'} there, "
-            f"{_shown(new[key]) if key in new else 'not there'} now"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key, missing) != new.get(key, missing)
-        ]
+        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+        lines = [f"  {key}: was {_shown(old.get(key, _ABSENT))}, is now {_shown(new.get(key, _ABSENT))}" for key in changed]
         if lines:
             raise RunFolderError(
                 f"{self.path}: this folder holds answers of another job:\n" + "\n".join(lines) + "\n"
@@ -173,5 +169,7 @@ def read_holder(lock_file: Path) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

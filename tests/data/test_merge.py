@@ -4,14 +4,14 @@ import datetime
 import decimal
 import os
 import random
-import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data import answers, merge as merge_module
+from batchgen.data import answers
+from batchgen.data import merge as merge_module
 from batchgen.data.merge import merge
 from batchgen.data.schema import ANSWER_SCHEMA, results_schema
 from batchgen.data.status import read_status
@@ -96,7 +96,8 @@ def test_an_input_without_rows_gives_a_readable_empty_file(write, run):
     assert table.schema.names == ["x", *ANSWER_SCHEMA.names]
 
 
-def test_every_type_passes_through_bit_by_bit(write, run):
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_type_passes_through_bit_by_bit(write, run, n):
     def dictionary(*values):
         return pa.array(values).dictionary_encode()
 
@@ -119,24 +120,18 @@ def test_every_type_passes_through_bit_by_bit(write, run):
         "struct": pa.array([{"a": 1, "b": [None, 2.5]}, None] * 2 + [{"a": None, "b": None}]),
     }
     path = write("a.parquet", pa.table(columns), row_group_size=2)
-    before = pq.read_table(path)
-    for n in (1, 2):
-        if n == 2:
-            shutil.rmtree(path.parent / "run")
-            os.makedirs(path.parent / "run/parts")
-            (path.parent / "run/job.json").write_text('{"format": "batchgen run folder", "version": 1, "state": {}}')
-        table, _ = run(path, n=n)
-        for name in columns:
-            assert table.schema.field(name).type == before.schema.field(name).type, name
-            once = (
-                table[name].combine_chunks()[::n] if n == 1 else table[name].combine_chunks().take(pa.array(range(0, 10, 2)))
-            )
-            same = pa.chunked_array([once]).combine_chunks()
-            if name in ("not_utf8",):
-                same, right = same.view(pa.binary()), before[name].combine_chunks().view(pa.binary())
-            else:
-                right = before[name].combine_chunks()
-            assert same.equals(right) or (name == "half" and str(same) == str(right)), name
+    before = pq.read_table(path).combine_chunks()
+    table, _ = run(path, n=n)
+    assert table.schema.names[: len(columns)] == before.schema.names
+    first_samples = table.take(pa.array(range(0, rows * n, n))).combine_chunks()
+    for name in columns:
+        after, right = first_samples[name].chunk(0), before[name].chunk(0)
+        assert after.type == right.type, name
+        if name == "not_utf8":
+            after, right = after.view(pa.binary()), right.view(pa.binary())
+        if name == "half":  # NaN differs from itself
+            after, right = after.view(pa.int16()), right.view(pa.int16())
+        assert after.equals(right), name
 
 
 def test_dictionaries_that_differ_from_row_group_to_row_group(tmp_path, run):
@@ -263,7 +258,10 @@ def test_old_results_stay_if_a_repeat_fails(write, run, read_input, make_job, fo
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(BatchgenError, match=r"part-00000.parquet: cannot write: No space left"):
         merge(read_input(path), make_job(path), folder, np.arange(20), 1)
-    monkeypatch.undo()
+    assert pq.read_table(folder.results).equals(first)
+    os.replace(folder.results, folder.path / "results.old")  # an earlier merge died between its two renames
+    with pytest.raises(BatchgenError):
+        merge(read_input(path), make_job(path), folder, np.arange(20), 1)
     assert pq.read_table(folder.results).equals(first)
 
 

@@ -125,6 +125,19 @@ def test_repeated_huge_messages_are_read_in_small_batches(write, read_input):
     assert max(size for _, size in sizes) < 70 * 2**20
 
 
+def test_memory_does_not_grow_with_the_file(write, read_input):
+    """Arrow's allocations in the middle of reading text that does not compress, for N and for 8 N rows."""
+    held = []
+    for num_groups in (10, 80):
+        text = np.random.default_rng(0).bytes(num_groups * 500 * 500).hex()
+        table = pa.table({"t": [text[i : i + 1000] for i in range(0, len(text), 1000)]})
+        reader = read_input(write(f"{num_groups}.parquet", table, row_group_size=500, use_dictionary=False))
+        del table
+        before = pa.total_allocated_bytes()
+        held.append(max(pa.total_allocated_bytes() - before for _ in reader.batches(None)))
+    assert held[1] < 1.5 * held[0], held
+
+
 def test_null_columns_take_the_type_of_other_files(write, read_input, tmp_path):
     write("in/a.parquet", pa.table({"note": pa.nulls(2), "m": pa.array([[{"a": None}], []])}))
     write("in/b.parquet", pa.table({"m": pa.array([[{"a": "y"}]]), "note": ["x"]}))
@@ -163,10 +176,10 @@ def test_two_columns_of_one_name(write, read_input):
 def test_missing_column(write, read_input, settings, key):
     path = write("a.parquet", {"x": [1], "question": ["?"]})
     with pytest.raises(
-        InputError, match=f"input.{key}.*: the input has no column questin; did you mean question.*x, question"
+        InputError, match=rf"input.{key}.*: the input has no column questin; did you mean question.*x, question"
     ):
         read_input(path, **settings)
-    with pytest.raises(InputError, match="prompt.messages: the input has no column questin"):
+    with pytest.raises(InputError, match=r"prompt.messages: the input has no column questin"):
         require_columns(read_input(path).schema, {"prompt.messages": "questin"})
 
 

@@ -13,7 +13,13 @@ from batchgen.data.status import read_status
 from batchgen.data.writer import PartWriter
 from batchgen.errors import BatchgenError, CorruptRunError, RunFolderError
 
-HOLD = "import sys; from batchgen.data.run_folder import RunFolder\nwith RunFolder(sys.argv[1]): print('held', flush=True); input()"
+HOLD = """
+import sys
+from batchgen.data.run_folder import RunFolder
+with RunFolder(sys.argv[1]):
+    print("held", flush=True)
+    input()
+"""
 
 
 @pytest.fixture
@@ -51,11 +57,9 @@ def test_a_job_may_go_on_with_harmless_changes_only(tmp_path):
         with pytest.raises(RunFolderError) as caught:
             folder.begin({"engine": 3}, {"sampling.seed": 1, "sampling.stop": ["a"], "input.a.parquet": "ff" * 100})
         lines = str(caught.value).splitlines()
-        assert lines[1] == f'  input.a.parquet: not there there, "{"f" * 59}... (202 characters) now'.replace(
-            "there there", "there there"
-        )
-        assert lines[2] == '  model.path: "m" there, not there now'
-        assert lines[3] == "  sampling.seed: 0 there, 1 now"
+        assert lines[1] == f'  input.a.parquet: was absent, is now "{"f" * 59}... (202 characters)'
+        assert lines[2] == '  model.path: was "m", is now absent'
+        assert lines[3] == "  sampling.seed: was 0, is now 1"
         assert "another output.path" in lines[4] and len(lines) == 5
         assert folder.read()["job"] == {"engine": 2}
 
@@ -107,7 +111,7 @@ def test_a_job_file_that_cannot_be_replaced_stays(folder, monkeypatch):
 
 
 def test_status(tmp_path, answer, holder):
-    with pytest.raises(RunFolderError, match="not a run folder: there is no job.json"):
+    with pytest.raises(RunFolderError, match=r"not a run folder: there is no job.json"):
         read_status(tmp_path / "run")
     holder.kill()
     holder.wait()
