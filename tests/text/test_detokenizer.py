@@ -39,10 +39,22 @@ def sentencepiece_like() -> Tokenizer:
 
 def generate(detokenizer: Detokenizer, ids: list[int]) -> tuple[int, str, str | None]:
     """As an engine does: ask after each token. (number of tokens, text, stop reason)"""
+    for n in range(1, len(ids) + 1):  # the window says the same as decoding everything
+        whole = detokenizer.tokenizer.decode(ids[:n])
+        complete = any(stop in whole for stop in detokenizer.stop)
+        assert detokenizer.hits_stop(np.array(ids[:n], np.int32)) == complete
+        if complete:
+            break
     for n in range(1, len(ids) + 1):
         if ids[n - 1] in detokenizer.eos_ids or detokenizer.hits_stop(np.array(ids[:n], np.int32)):
             return n, *detokenizer.finish(np.array(ids[:n], np.int32), STOP)
     return len(ids), *detokenizer.finish(np.array(ids, np.int32), LENGTH)
+
+
+def test_both_stops_end_in_one_token(tokenizer: Tokenizer) -> None:
+    the = tokenizer.encode([" the"], False)[0].tolist()
+    assert len(the) == 1
+    assert generate(Detokenizer(tokenizer, ["he", "the"], frozenset()), the) == (1, " ", "the")
 
 
 def outcome(tokenizer: Tokenizer, text: str, stop: list[str]) -> tuple[str, str | None]:
@@ -103,12 +115,12 @@ def test_a_cut_character_is_one_mark(tokenizer: Tokenizer) -> None:
     assert Detokenizer(tokenizer, ["b"], frozenset()).finish(ids[:4], LENGTH) == ("a\ufffd", None)
 
 
-@pytest.mark.parametrize("stop", [" END", "😊", "é😊", " ", "END", "a"])
+@pytest.mark.parametrize("stop", [" END", "😊", "é😊", " ", "END", "a", " E"])
 def test_tokenizers_with_leading_spaces_and_byte_fallback(stop: str, sentencepiece_like: Tokenizer) -> None:
     spelled = {"é": list("é".encode()), "😊": list("😊".encode()), "漢": list("漢".encode())}
-    ids = [257, *spelled["漢"], *spelled["漢"], *spelled["é"], *spelled["😊"], 258, 261]
+    ids = [257, *spelled["漢"], *spelled["漢"], *spelled["é"], *spelled["😊"], 256, 259, 258, 261]
     full = sentencepiece_like.decode(ids)
-    assert full == "one漢漢é😊 ENDa"
+    assert full == "one漢漢é😊 E ENDa"
     _, text, reason = generate(Detokenizer(sentencepiece_like, [stop], frozenset()), ids)
     assert (text, reason) == (full[: full.index(stop)], stop)
 
