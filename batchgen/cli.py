@@ -85,6 +85,17 @@ def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help=
 
 
 @app.command()
+def show(
+    folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many rows")] = 3, width: int = 100
+) -> None:
+    """Print where the results of a run are, and their first rows."""
+    from batchgen.data.show import first_rows
+
+    for line in first_rows(folder, rows, width):
+        print(line)
+
+
+@app.command()
 def merge(folder: Folder) -> None:
     """Write results/ of a run again from its committed parts (`run` does it at its end)."""
     from batchgen.runner import merge_again

@@ -49,6 +49,7 @@ class Inputs(NamedTuple):
     job: Job
     reader: Reader
     files: ModelFiles
+    tokenizer_files: ModelFiles
     config: ModelConfig
     tokenizer: Tokenizer
     renderer: PromptRenderer
@@ -102,13 +103,20 @@ def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
     for column in sorted(renderer.columns):
         require_columns(reader.schema, {"prompt": column})
     max_model_len = min(job.model.max_model_len or config.max_supported_len, config.max_supported_len)
-    return Inputs(job, reader, files, config, tokenizer, renderer, row_filter, max_model_len)
+    return Inputs(job, reader, files, tokenizer_files, config, tokenizer, renderer, row_filter, max_model_len)
 
 
 def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
     """Everything that changes an answer: a run folder goes on only with the same."""
-    prints = inputs.job.settings_that_change_answers()
+    job = inputs.job
+    prints = job.settings_that_change_answers()
+    # the content of model and tokenizer counts, not where they lie
+    for name in ("model.path", "model.revision", "model.tokenizer"):
+        prints.pop(name)
+    prints["engine.dtype"] = str(choose_dtype(job.engine.dtype, choose_device(job.engine.device))).removeprefix("torch.")
     prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
+    if job.model.tokenizer is not None:
+        prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}
     return prints | {f"input file {name}": value for name, value in inputs.reader.fingerprint().items()}
 
 
@@ -197,7 +205,8 @@ def answer(
 ) -> EngineResult:
     """Answer every owed entry of the store and hand the answers to the writer, row by row."""
     job, n = inputs.job, inputs.job.sampling.n
-    faults = {i: fault for i, fault in store.faults().items() if i in set(owed.tolist())} if len(owed) else {}
+    is_owed = np.isin(np.arange(store.num_rows), owed)
+    faults = {i: fault for i, fault in store.faults().items() if is_owed[i]}
     for i, fault in faults.items():
         writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(n)))
     window = plan_rows(job, store, owed)

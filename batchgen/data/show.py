@@ -1,0 +1,41 @@
+"""The first rows of a run's results, for a person. Reads no more than it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchgen.data.run_folder import read_job_file
+from batchgen.errors import RunFolderError
+
+
+def first_rows(path: Path, num_rows: int, width: int) -> list[str]:
+    """Lines: the files, then each row with one column a line, values cut to `width` characters.
+
+    Raises RunFolderError if `path` is not a run folder or has no results yet.
+    """
+    read_job_file(path)
+    files = sorted((path / "results").glob("*.parquet"))
+    if not files:
+        raise RunFolderError(f"{path}: no results yet; run the job to its end, `batchgen status {path}` says how far it is")
+    counts = [pq.ParquetFile(file).metadata.num_rows for file in files]
+    lines = [f"{file}  {count:,} rows" for file, count in zip(files, counts)]
+    for file in files:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=max(num_rows, 1)):
+            for i in range(min(num_rows, batch.num_rows)):
+                lines.append("")
+                for name, column in zip(batch.schema.names, batch.columns):
+                    lines.append(f"  {name:18s} {_shown(column, i, width)}")
+            return lines
+    return lines
+
+
+def _shown(column: Any, i: int, width: int) -> str:
+    try:
+        value = column[i].as_py()
+    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        return f"({type(error).__name__})"
+    text = " ".join(repr(value).split()) if not isinstance(value, str) else value.replace("\n", " | ")
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
