@@ -12,9 +12,10 @@ from torch import nn
 
 from batchgen.models.config import ModelConfig
 
-# On CPUs a matrix product picks its kernel, and so the order of its sums, by the number of rows: measured with MKL on
-# AVX-512, a row's result is bitwise the same at any row count from 16 on, and differs below. Steps are padded to this,
-# so that a token's logits do not depend on how many neighbours its step happens to have.
+# On CPUs a matrix product picks its kernel, and so the order of its sums, by the number of rows. cpu_math.py asks MKL not
+# to; where that comes too late, or the BLAS is another one, a row is still bitwise the same at any row count from some
+# small one on (measured with MKL on one thread: 16 with AVX-512). Steps are padded to that, so that a token's logits do
+# not depend on how many neighbours its step happens to have.
 MIN_CPU_ROWS = 16
 
 

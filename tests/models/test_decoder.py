@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +132,28 @@ def test_linear_needs_the_padding_and_is_fixed_by_it(num_rows: int) -> None:
     whole = torch.nn.functional.linear(x, weight)
     padded = torch.cat([x[:num_rows], torch.zeros(MIN_CPU_ROWS - num_rows, 576)])
     assert torch.equal(torch.nn.functional.linear(padded, weight)[:num_rows], whole[:num_rows])
+
+
+ROWS_SCRIPT = """
+import sys, torch
+from batchgen_kernels import select_ops
+from batchgen.models.loader import load_decoder, resolve_model
+load_decoder(resolve_model(sys.argv[1]), "cpu", torch.float32, select_ops("torch"))
+torch.set_num_threads(2)
+weight, x = torch.randn(576, 1536), torch.randn(300, 1536)
+whole = torch.nn.functional.linear(x, weight)
+print([n for n in range(1, 300) if not torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n])])
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another BLAS than MKL: only the padding helps")
+def test_loading_makes_rows_independent_at_any_size_and_on_two_threads(tmp_path: Path) -> None:
+    folder = make_toy_model(tmp_path, check_sensitivity=False)
+    env = {k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS_SCRIPT, str(folder)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_no_sampled_rows(tmp_path: Path) -> None:
