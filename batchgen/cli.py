@@ -85,9 +85,7 @@ def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help=
 
 
 @app.command()
-def show(
-    folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many rows")] = 3, width: int = 100
-) -> None:
+def show(folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many rows")] = 3, width: int = 100) -> None:
     """Print where the results of a run are, and their first rows."""
     from batchgen.data.show import first_rows
 

@@ -1,6 +1,6 @@
 """run_job: the straight line from a job file to merged results. The file to read first.
 
-    Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detokenize -> PartWriter -> Merge -> Report
+Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detokenize -> PartWriter -> Merge -> Report
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
             with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
                 owed = rows_owed(store, writer)
                 if resumed:
-                    progress.say(f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done")
+                    progress.say(
+                        f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
+                    )
                 result = answer(inputs, store, owed, writer, progress, stop)
             progress.phase("merge", store.num_rows, "row")
             merged = merge(inputs.reader, job, folder, np.sort(store.rows), job.sampling.n)

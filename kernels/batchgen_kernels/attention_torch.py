@@ -153,7 +153,7 @@ def cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
 def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge a part into (out, lse) in place. out, part [..., D]; lse, part_lse [...]; natural logarithms."""
     total = torch.logaddexp(lse, part_lse)
-    out.lerp_(part, (part_lse - total).exp_().unsqueeze(-1))
+    out.lerp_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
@@ -170,7 +170,7 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
         num_tokens = query.shape[0]
         by_head = query.view(num_tokens, num_kv_heads, group_size, head_dim)
         packed = by_head.transpose(0, 1).reshape(num_kv_heads, num_tokens * group_size, head_dim)
-        out = torch.empty_like(packed)
+        out = torch.empty_like(packed, dtype=torch.float32)
         lse = torch.empty(num_kv_heads, num_tokens * group_size, dtype=torch.float32)
         out_by_token = out.view(num_kv_heads, num_tokens, group_size, head_dim)
         lse_by_token = lse.view(num_kv_heads, num_tokens, group_size)
@@ -203,7 +203,7 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
                 v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
                 mask = b.mask.to(query.dtype).expand(-1, num_kv_heads, group_size, -1)
                 parts.append(flash_attention(decode_queries[b.requests], k, v, attn_mask=mask, scale=scale))
-            out_by_token.index_copy_(1, decode_tokens, cat([part for part, _ in parts], 0).transpose(0, 1))
+            out_by_token.index_copy_(1, decode_tokens, cat([part for part, _ in parts], 0).transpose(0, 1).to(out.dtype))
             lse_by_token.index_copy_(1, decode_tokens, cat([part for _, part in parts], 0).transpose(0, 1))
 
         for level in levels:
@@ -218,7 +218,7 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
                 some, some_lse = out[:, level.rows], lse[:, level.rows]
                 merge_into(some, some_lse, part, part_lse)
                 out[:, level.rows], lse[:, level.rows] = some, some_lse
-        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim)
+        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim).to(query.dtype)
 
     return run
 

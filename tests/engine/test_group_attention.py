@@ -3,9 +3,7 @@ prefixes once, against the reference, which ignores groups. Several levels, mixe
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import fake_device as fake
 import numpy as np
 import pytest
 import torch
@@ -16,10 +14,6 @@ from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import SchedulerConfig
-
-spec = importlib.util.spec_from_file_location("fake_device", Path(__file__).with_name("fake_device.py"))
-fake = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fake)
 
 
 def tree_prompts(rng: np.random.Generator, depth: int, block_size: int) -> list[np.ndarray]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import fake_device as fake
 import numpy as np
 import pytest
+
 from batchgen.engine.step import SchedulerConfig
 from batchgen.records import FinishReason
-
-spec = importlib.util.spec_from_file_location("fake_device", Path(__file__).with_name("fake_device.py"))
-fake = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fake)
 
 
 def random_prompts(rng: np.random.Generator, num_rows: int, block_size: int) -> list[np.ndarray]:
@@ -91,9 +86,7 @@ def test_computed_prefill_tokens_are_the_trie_edges(seed: int, block_size: int) 
     rng = np.random.default_rng(seed)
     prompts = random_prompts(rng, 40, block_size)
     window = fake.window_of(prompts, block_size)
-    cfg = config(
-        max_num_batched_tokens=int(rng.choice([5, 64, 4096])), max_running_requests=int(rng.choice([1, 4, 40]))
-    )
+    cfg = config(max_num_batched_tokens=int(rng.choice([5, 64, 4096])), max_running_requests=int(rng.choice([1, 4, 40])))
     results, scheduler = fake.run(window, cfg, 5000)
     assert_right(prompts, results, cfg)
     edges = trie_edge_tokens(prompts, block_size)

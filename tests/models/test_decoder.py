@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from batchgen_kernels import select_ops
+from model_driver import PagedDriver, run_whole
+from toy import make_toy_model
 from transformers import AutoModelForCausalLM
 
 from batchgen.models.config import kv_bytes_per_token, kv_cache_shape, num_matmul_parameters
@@ -18,8 +20,6 @@ from batchgen.models.cpu_math import MAX_PADDED_ROWS, min_independent_rows
 from batchgen.models.decoder import Decoder
 from batchgen.models.files import resolve_model
 from batchgen.models.loader import load_decoder
-from tests.models.driver import PagedDriver, run_whole
-from tests.toy import make_toy_model
 
 TOLERANCE = 1e-4
 VARIANTS = {
