@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -112,6 +113,8 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
+    # MKL reads this at its first use: a row's logits then do not depend on its neighbours (models/cpu_math.py).
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     try:
         app(prog_name="batchgen")
     except BatchgenError as error:

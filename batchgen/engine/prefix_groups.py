@@ -64,5 +64,5 @@ def find_groups(shared: np.ndarray, min_saving: int) -> PrefixGroups:
         if (end - start - 1) * (depth - above) >= min_saving:
             groups.append((start, end, above, depth))
             private_start[start:end] = depth
-    start, end, block_start, block_end = np.array(groups, np.int32).reshape(-1, 4).T
-    return PrefixGroups(start, end, block_start, block_end, private_start)
+    columns = np.array(groups, np.int32).reshape(-1, 4).T
+    return PrefixGroups(columns[0], columns[1], columns[2], columns[3], private_start)

@@ -17,7 +17,7 @@ from batchgen.engine.step import SchedulerConfig
 
 
 def tree_prompts(rng: np.random.Generator, depth: int, block_size: int) -> list[np.ndarray]:
-    """Two rows on each leaf of a tree with 2 to 3 children a node and random edge lengths, some an exact number of blocks."""
+    """Two rows on each leaf of a tree with 2 to 3 children a node; some edges are an exact number of blocks."""
     prompts = [np.empty(0, np.int32)]
     for _ in range(depth):
         prompts = [
