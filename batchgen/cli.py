@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from batchgen import __version__
+from batchgen.environment import prepare_environment
 from batchgen.errors import BatchgenError
 
 app = typer.Typer(
@@ -113,8 +113,7 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
-    # MKL reads this at its first use: a row's logits then do not depend on its neighbours (models/cpu_math.py).
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    prepare_environment()
     try:
         app(prog_name="batchgen")
     except BatchgenError as error:

@@ -7,7 +7,10 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as the command line does
+
+from batchgen.environment import prepare_environment
+
+prepare_environment()
 
 import torch
 

@@ -21,7 +21,7 @@ EVERYTHING_BELOW_RUNNER = {
 }
 LAYERS: dict[str, tuple[list[str], set[str]]] = {
     "base": ([""], set()),
-    "errors": (["errors"], {"numpy", "xxhash"}),
+    "errors": (["errors", "environment"], {"numpy", "xxhash"}),
     "signals": (["signals"], {"errors"}),
     "records": (["records"], {"errors", "numpy", "xxhash"}),
     "prefix": (["prefix"], {"errors", "records", "numpy", "xxhash"}),

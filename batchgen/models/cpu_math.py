@@ -2,24 +2,16 @@
 
 A BLAS picks its kernel, the order of its sums and the split over threads by the shape of the whole product, so a row's last
 bits change with the number of rows. MKL has a mode in which they do not, at any row count and any number of threads
-(measured on AVX-512: all of 1 to 700 rows bitwise equal, and no slower from 8 rows on). Without it rows are equal only from
+(MKL_CBWR=AUTO,STRICT, see environment.py; measured on AVX-512: all of 1 to 700 rows bitwise equal, and no slower from 8 rows on). Without it rows are equal only from
 some count on (16 with AVX-512, 56 with AVX2, on one thread): then every step is padded to that count, which is measured.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-MKL_MODE = "AUTO,STRICT"
 MAX_PADDED_ROWS = 64  # more padding than this would cost more than it is worth
 PROBES = ((576, 960), (1536, 576))  # (in, out) of linear maps of a small model: both show the effect
-
-
-def ask_for_independent_rows() -> str:
-    """Set MKL_CBWR unless the user has; returns its value. MKL reads it at its first use, so call this before that."""
-    return os.environ.setdefault("MKL_CBWR", MKL_MODE)
 
 
 def min_independent_rows() -> int:

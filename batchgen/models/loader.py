@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from batchgen.environment import prepare_environment
 from batchgen.errors import ModelError
 from batchgen.models.config import ModelConfig
-from batchgen.models.cpu_math import ask_for_independent_rows
 from batchgen.models.decoder import Decoder
 from batchgen.models.files import ModelFiles, eos_token_ids, fingerprint, resolve_model
 
@@ -37,7 +37,7 @@ def load_decoder(
     ModelError lists missing, unexpected and misshapen tensors.
     """
     if torch.device(device).type == "cpu":
-        ask_for_independent_rows()
+        prepare_environment()
     config = load_config(files)
     decoder = Decoder(config, ops, torch.device(device), dtype, max_model_len)
     fill(decoder, read_tensors(files.weights))
