@@ -12,6 +12,6 @@ from batchgen.environment import prepare_environment
 
 prepare_environment()
 
-import torch
+import torch  # noqa: E402 (reads the variables set above)
 
 torch.set_num_threads(1)

@@ -2,8 +2,9 @@
 
 A BLAS picks its kernel, the order of its sums and the split over threads by the shape of the whole product, so a row's last
 bits change with the number of rows. MKL has a mode in which they do not, at any row count and any number of threads
-(MKL_CBWR=AUTO,STRICT, see environment.py; measured on AVX-512: all of 1 to 700 rows bitwise equal, and no slower from 8 rows on). Without it rows are equal only from
-some count on (16 with AVX-512, 56 with AVX2, on one thread): then every step is padded to that count, which is measured.
+(MKL_CBWR=AUTO,STRICT, see environment.py; measured on AVX-512: all of 1 to 700 rows bitwise equal, and no slower from 8
+rows on). Without it rows are equal only from some count on (16 with AVX-512, 56 with AVX2, on one thread): then every step
+is padded to that count, which is measured.
 """
 
 from __future__ import annotations
