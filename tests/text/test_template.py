@@ -87,7 +87,7 @@ def test_user_and_system_templates(tokenizer: Tokenizer, tmp_path: Path) -> None
     (tmp_path / "shots.txt").write_text("Q: 1 {{ not_a_column }}\n")
     renderer = PromptRenderer(
         section(
-            user="{{ files.shots }}{% for c in choices %}{{ loop.index }}. {{ c }} {% endfor %}{{ question | trim }}\n",
+            user="{{ shots }}{% for c in choices %}{{ loop.index }}. {{ c }} {% endfor %}{{ question | trim }}\n",
             system="Answer in {{ lang }}.",
             files={"shots": str(tmp_path / "shots.txt")},
         ),
