@@ -56,7 +56,6 @@ def run(window: Window, config: SchedulerConfig, num_blocks: int) -> tuple[dict[
             assert (step.num_scheduled > 0).all()
             for source, destination in step.block_copies:
                 memory[destination] = memory[source]
-            memory[step.new_blocks] = STALE
             for slot, first, count in zip(step.slots, step.first_position, step.num_scheduled):
                 known = np.concatenate([window.prompt(int(state.position[slot])), state.outputs(int(slot))])
                 for p in range(first, first + count):  # all writes of a step come before its reads

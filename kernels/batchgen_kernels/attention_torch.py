@@ -10,8 +10,8 @@ The parts are merged by log-sum-exp: softmax over a union of key sets is the mea
 Packed layout: with G = num_q_heads / num_kv_heads, row t * G + g of head k is query head k * G + g of token t, so a
 range of tokens is a range of rows and a group is a view. Blocks whose ids are consecutive are read in place.
 
-Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers (the
-engine zeroes a block when it is handed out), because masked scores are computed before they are dropped.
+Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers, because
+masked scores are computed before they are dropped. write_kv_torch sees to it; the engine keeps block 0 zero.
 """
 
 from __future__ import annotations
@@ -224,4 +224,4 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
 
 
 plan_attention_torch.shares_prefix_reads = True  # type: ignore[attr-defined]
-plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]
+plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]  # for tests that poison caches
