@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import xxhash
+
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig

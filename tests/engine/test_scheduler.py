@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from batchgen.engine.step import SchedulerConfig
 from batchgen.records import FinishReason
 
@@ -122,7 +123,7 @@ def trie_edge_tokens(prompts: list[np.ndarray], block_size: int) -> int:
 def test_wholly_cached_prompts_recompute_their_last_token(num_prompt: int) -> None:
     prompt = np.arange(num_prompt, dtype=np.int32)
     for cfg in (config(), config(max_tokens=1), config(num_samples=2)):
-        results, scheduler = fake.run(fake.window_of([prompt] * 3, 4), cfg, 100)
+        results, _ = fake.run(fake.window_of([prompt] * 3, 4), cfg, 100)
         assert_right([prompt] * 3, results, cfg)
         assert all(f.num_cached_tokens < num_prompt for (_, s), f in results.items() if s == 0)
 

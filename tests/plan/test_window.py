@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from batchgen.plan.order import CHUNK, common_prefix_lengths, prefix_order
 from batchgen.plan.window import next_smaller, plan_window
 
