@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[str, int], Any]]] = {
 GUARD_ROWS, GUARD_TOKENS = 3, 6
 NEAR_TIE = 1e-3  # difference of logits: rounding of float32 sums over some hundred terms decides
 MAX_TIES_LOOKED_AT = 6
+BUSY = 0.5  # cores; threads that wait for each other suffer more from a busy core than its share
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         return e.exit_code
     result: dict[str, Any] = {"benchmark": "batchgen.bench", **machine(threads), "model": options.model, "workloads": {}}
     print(f"{result['cpu']}, {threads} threads, " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()), flush=True)
+    if (load := os.getloadavg()[0]) > BUSY:
+        print(f"note: {load:.1f} cores were busy with other work in the last minute; the times below will suffer from that")
+    began = time.perf_counter()
     processes: dict[str, SystemProcess] = {}
     try:
         # The oracle is always there; each system waits in its own process while another one runs
@@ -63,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         for process in processes.values():
             process.close()
+    result["load_before"], result["seconds"] = load, time.perf_counter() - began
     line = json.dumps(result, allow_nan=False)
     if options.json:
         options.json.write_text(line + "\n")
