@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from batchgen import __version__
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
+from batchgen.signals import StopSignals, ignore_signals
 
 app = typer.Typer(
     add_completion=False,
@@ -44,12 +46,15 @@ def options(
 @app.command()
 def run(job_file: JobFile, overrides: Overrides = None) -> None:
     """Answer every row of a job; go on where an earlier run of it stopped."""
-    from batchgen.job import load_job
+    with StopSignals() as stop:
+        with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
+            from batchgen.job import load_job
 
-    job = load_job(job_file, overrides or [])
-    from batchgen.runner import run_job
-
-    raise typer.Exit(run_job(job))
+            job = load_job(job_file, overrides or [])
+            from batchgen.runner import run_job
+        code = run_job(job)
+    ignore_signals()
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -85,9 +90,7 @@ def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help=
 
 
 @app.command()
-def show(
-    folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many rows")] = 3, width: int = 100
-) -> None:
+def show(folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many rows")] = 3, width: int = 100) -> None:
     """Print where the results of a run are, and their first rows."""
     from batchgen.data.show import first_rows
 
@@ -116,9 +119,10 @@ def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
     try:
         app(prog_name="batchgen")
-    except BatchgenError as error:
+    except (BatchgenError, Interrupted) as error:
+        ignore_signals()
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         print(f"batchgen: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
