@@ -1,6 +1,6 @@
 """run_job: the straight line from a job file to merged results. The file to read first.
 
-    Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detokenize -> PartWriter -> Merge -> Report
+Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detokenize -> PartWriter -> Merge -> Report
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
             with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
                 owed = rows_owed(store, writer)
                 if resumed:
-                    progress.say(f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done")
+                    progress.say(
+                        f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
+                    )
                 result = answer(inputs, store, owed, writer, progress, stop)
             progress.phase("merge", store.num_rows, "row")
             merged = merge(inputs.reader, job, folder, np.sort(store.rows), job.sampling.n)
@@ -92,6 +94,8 @@ def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
     row_filter = RowFilter(job.input.where) if job.input.where is not None else None
     for column in sorted(row_filter.columns) if row_filter else ():
         require_columns(reader.schema, {"input.where": column})
+    if job.output.extract is not None and job.output.extract.expected is not None:
+        require_columns(reader.schema, {"output.extract.expected": job.output.extract.expected})
     results_schema(reader.schema, job)
     files = resolve_model(job.model.path, job.model.revision, with_weights=with_weights)
     config = load_config(files)
@@ -373,5 +377,10 @@ def merge_again(path: Path) -> MergeSummary:
         folder.check_fingerprint(
             folder.read()["fingerprint"] | {f"input file {name}": value for name, value in reader.fingerprint().items()}
         )
-        store = TokenStore.open(path / "tokens.arrow")
+        try:
+            store = TokenStore.open(path / "tokens.arrow")
+        except FileNotFoundError:
+            raise CorruptRunError(
+                f"{path}: tokens.arrow is not there, so the run's rows are not known; run the same job file again to go on"
+            ) from None
         return merge(reader, job, folder, np.sort(store.rows), job.sampling.n)
