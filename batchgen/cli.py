@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from batchgen import __version__
+from batchgen.environment import prepare_environment
 from batchgen.errors import BatchgenError, Interrupted
-from batchgen.signals import StopSignals, ignore_signals
 
 app = typer.Typer(
     add_completion=False,
@@ -46,6 +46,8 @@ def options(
 @app.command()
 def run(job_file: JobFile, overrides: Overrides = None) -> None:
     """Answer every row of a job; go on where an earlier run of it stopped."""
+    from batchgen.signals import StopSignals, ignore_signals
+
     with StopSignals() as stop:
         with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
             from batchgen.job import load_job
@@ -117,6 +119,9 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
+    prepare_environment()
+    from batchgen.signals import ignore_signals
+
     try:
         app(prog_name="batchgen")
     except (BatchgenError, Interrupted) as error:

@@ -222,7 +222,7 @@ class EngineSection(Section):
         "auto", description="Whose kernels; auto takes triton on a GPU and torch on a CPU"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of weights and activations; auto takes bfloat16 where the device computes in it, else float32"
+        "auto", description="auto is bfloat16 on a GPU and float32 on a CPU"
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block")
     kv_memory: ByteSize = Field("auto", description="Memory of the KV cache: auto, bytes, or a size such as 2GiB")

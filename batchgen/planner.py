@@ -65,11 +65,11 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
     job, n = inputs.job, inputs.job.sampling.n
     figures = length_figures(window.lengths)
     room = inputs.max_model_len - window.lengths
-    cut = int((room < job.sampling.max_tokens).sum())
+    cut = int((room < inputs.max_tokens).sum())
     lines = [
         f"prompts     {figures.total:,} tokens; mean {figures.mean:.0f}, median {figures.median:.0f}, "
         f"95 % below {figures.p95:.0f}, longest {figures.longest}; the model takes {inputs.max_model_len}",
-        f"answers     up to {job.sampling.max_tokens} tokens each, {n} for each row"
+        f"answers     up to {inputs.max_tokens} tokens each, {n} for each row"
         + (f"; {cut:,} rows have less room than that in the model" if cut else ""),
         f"duplicates  {num_duplicates(window):,} rows repeat an earlier prompt",
     ]
@@ -79,7 +79,7 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
     engine = job.engine
     size = choose_size(
         device, window, per_token, engine.kv_memory, engine.max_num_batched_tokens, engine.max_running_requests,
-        job.sampling.max_tokens, n,
+        inputs.max_tokens, n,
     )  # fmt: skip
     computed = window.num_computed()
     in_file = plan_rows(job, store, np.arange(min(store.num_rows, FILE_ORDER_ROWS)), sort=False)
@@ -90,7 +90,7 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
         f"prefix      {1 - computed / figures.total:.1%} of prompt tokens saved in plan order ({computed:,} to compute); "
         f"in file order with an LRU cache of the same memory {in_file_saved:.1%}{part}",
     ]
-    path = int((window.lengths + job.sampling.max_tokens).max())
+    path = int((window.lengths + inputs.max_tokens).max())
     weights = num_matmul_parameters(inputs.config) * dtype.itemsize
     free = available_memory(device)
     lines += [
@@ -99,7 +99,7 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
         f"weights     about {weights / 2**20:,.0f} MiB as {str(dtype).removeprefix('torch.')} on {device}; "
         f"{free / 2**30:.1f} GiB there for the KV pool",
     ]
-    too_long = int((-(-np.minimum(window.lengths + job.sampling.max_tokens, inputs.max_model_len) // window.block_size)
+    too_long = int((-(-np.minimum(window.lengths + inputs.max_tokens, inputs.max_model_len) // window.block_size)
                     > cached_blocks).sum())  # fmt: skip
     if too_long:
         lines.append(f"  {too_long:,} rows do not fit into that pool and would fail; raise engine.kv_memory")

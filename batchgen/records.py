@@ -47,7 +47,8 @@ class Prompt(NamedTuple):
     segments: list[tuple[str, bool]] | None = None
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Window:
     """The rows that are planned together, in the order in which they will be admitted.
 
     In prefix order they form a depth-first walk of the tree of full blocks. Block d of row i is read again by the rows

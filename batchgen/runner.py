@@ -56,6 +56,11 @@ class Inputs(NamedTuple):
     row_filter: RowFilter | None
     max_model_len: int
 
+    @property
+    def max_tokens(self) -> int:
+        """Longest answer: what is asked for, but no more than the model takes."""
+        return min(self.job.sampling.max_tokens, self.max_model_len)
+
 
 def run_job(job: Job, progress: Progress | None = None) -> int:
     """Run, or go on with, a job; returns the exit code. Raises BatchgenError subclasses for what a user can mend."""
@@ -228,7 +233,7 @@ def answer(
     model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len)
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, dtype), job.engine.kv_memory,
-        job.engine.max_num_batched_tokens, job.engine.max_running_requests, job.sampling.max_tokens, n,
+        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n,
     )  # fmt: skip
     engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, dtype)
     progress.close()
@@ -248,7 +253,7 @@ def answer(
         max_num_batched_tokens=size.max_num_batched_tokens,
         max_running_requests=size.max_running_requests,
         max_model_len=inputs.max_model_len,
-        max_tokens=job.sampling.max_tokens,
+        max_tokens=inputs.max_tokens,
         num_samples=n,
         eos_token_ids=eos,
         prefix_cache=job.engine.prefix_cache,
@@ -256,7 +261,7 @@ def answer(
     )
     sampling = SamplingConfig(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p, job.sampling.seed)
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
-    meter = Meter(window, n, job.sampling.max_tokens, progress)
+    meter = Meter(window, n, inputs.max_tokens, progress)
 
     def after_step(step: StepPlan, scheduler: Scheduler) -> None:
         meter.step(step, scheduler)

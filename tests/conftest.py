@@ -8,6 +8,10 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+from batchgen.environment import prepare_environment
+
+prepare_environment()
+
+import torch  # noqa: E402 (reads the variables set above)
 
 torch.set_num_threads(1)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sections import section
+from toy import make_toy_tokenizer
 
 from batchgen.errors import Interrupted
 from batchgen.records import Prompt
@@ -16,8 +18,6 @@ from batchgen.text.template import PromptRenderer, RowFilter
 from batchgen.text.token_store import TokenStoreWriter
 from batchgen.text.tokenize import tokenize
 from batchgen.text.tokenizer import load_tokenizer
-from tests.text.sections import section
-from tests.toy import make_toy_tokenizer
 
 
 class Stops:

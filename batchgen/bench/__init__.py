@@ -1,1 +1,1 @@
-"""Workloads, peers and ratios, measured in one run."""
+"""Measurements: batchgen against its peers on real data, and what to run on a machine with a GPU."""

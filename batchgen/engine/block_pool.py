@@ -140,7 +140,7 @@ class BlockPool:
             parent = block
         return matched
 
-    def acquire(self, blocks: Sequence[int]) -> None:
+    def acquire(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Take a reference to each of `blocks`, which are held or kept."""
         self.ref_count[list(blocks)] += 1
 

@@ -1,6 +1,6 @@
 """The engine: windows of planned requests in, finished requests out. Knows token ids only, no text and no files.
 
-One step is Scheduler.schedule -> KVCache.prepare -> build_batch_inputs -> model.forward -> sample -> Scheduler.update.
+One step is Scheduler.schedule -> KVCache.copy_blocks -> build_batch_inputs -> model.forward -> sample -> Scheduler.update.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Engine:
             yield from scheduler.take_rejected()
             if step is None:
                 continue
-            self.kv_cache.prepare(step.new_blocks, step.block_copies)
+            self.kv_cache.copy_blocks(step.block_copies)
             inputs = build_batch_inputs(step, state, self.device)
             times.append(perf_counter())
             logits = self.model.forward(inputs, self.kv_cache.tensor)

@@ -21,14 +21,9 @@ class KVCache:
             self.tensor.fill_(fill)
         self.tensor[:, :, 0] = 0
         self.ops = ops
-        # Backends that compute masked scores before dropping them need finite numbers in unused slots.
-        self._zero_new_blocks = bool(getattr(ops.plan_attention, "needs_finite_slots", False))
 
-    def prepare(self, new_blocks: np.ndarray, block_copies: np.ndarray) -> None:
-        """Before a step's writes: copy blocks ([m, 2] source and destination), then clear those just handed out ([n])."""
-        device = self.tensor.device
+    def copy_blocks(self, block_copies: np.ndarray) -> None:
+        """Copy whole blocks in all layers, before a step's writes. block_copies: [m, 2] source and destination."""
         if len(block_copies):
-            source, destination = torch.from_numpy(block_copies.T.astype(np.int64)).to(device)
+            source, destination = torch.from_numpy(block_copies.T.astype(np.int64)).to(self.tensor.device)
             self.ops.copy_blocks(self.tensor, source, destination)
-        if self._zero_new_blocks and len(new_blocks):
-            self.tensor.index_fill_(2, torch.from_numpy(new_blocks.astype(np.int64)).to(device), 0)

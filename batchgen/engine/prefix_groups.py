@@ -65,4 +65,4 @@ def find_groups(shared: np.ndarray, min_saving: int) -> PrefixGroups:
             groups.append((start, end, above, depth))
             private_start[start:end] = depth
     columns = np.array(groups, np.int32).reshape(-1, 4).T
-    return PrefixGroups(*columns, private_start)
+    return PrefixGroups(columns[0], columns[1], columns[2], columns[3], private_start)

@@ -81,19 +81,17 @@ class Scheduler:
         grants, preempted = self._make_room(copies)
         slots = s.running[grants > 0]
         grants = grants[grants > 0]
-        new_blocks = [self._give_blocks(slots, grants)]
+        self._give_blocks(slots, grants)
         if not preempted:
-            admitted = self._admit(self.config.max_num_batched_tokens - int(grants.sum()), new_blocks)
+            admitted = self._admit(self.config.max_num_batched_tokens - int(grants.sum()))
             slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int32)])
             grants = np.concatenate([grants, np.array([n for _, n in admitted], np.int32)])
         if len(slots) == 0:
             return None
         order = np.lexsort((s.sample_index[slots], s.position[slots]))
-        return self._step_plan(slots[order], grants[order], copies, new_blocks)
+        return self._step_plan(slots[order], grants[order], copies)
 
-    def _step_plan(
-        self, slots: np.ndarray, grants: np.ndarray, copies: list[tuple[int, int, int]], new_blocks: list[np.ndarray]
-    ) -> StepPlan:
+    def _step_plan(self, slots: np.ndarray, grants: np.ndarray, copies: list[tuple[int, int, int]]) -> StepPlan:
         s, block_size = self.state, self.pool.block_size
         first = s.num_computed[slots].copy()
         end = first + grants
@@ -101,7 +99,7 @@ class Scheduler:
         sample_requests, sample_slots = complete.tolist(), slots[complete].tolist()
         for r in complete.tolist():
             for child in self.forks.pop(int(slots[r]), ()):
-                new_blocks.append(self._fork(int(slots[r]), child))
+                self._fork(int(slots[r]), child)
                 sample_requests.append(r)
                 sample_slots.append(child)
         used = -(-int(end.max()) // block_size)
@@ -116,7 +114,6 @@ class Scheduler:
             first,
             np.array(sample_requests, np.int32),
             np.array(sample_slots, np.int32),
-            np.concatenate(new_blocks),
             np.array([(source, destination) for _, source, destination in copies], np.int32).reshape(-1, 2),
             groups,
         )
@@ -220,23 +217,20 @@ class Scheduler:
                 short[r[0]] += len(children)
         return short
 
-    def _give_blocks(self, slots: np.ndarray, grants: np.ndarray) -> np.ndarray:
-        """Blocks for the next tokens of each, entered into the cache where the plan has uses for them. Returns them."""
+    def _give_blocks(self, slots: np.ndarray, grants: np.ndarray) -> int:
+        """Blocks for the next tokens of each, entered into the cache where the plan has uses for them; returns how many."""
         s, block_size = self.state, self.pool.block_size
         need = -(-(s.num_computed[slots] + grants) // block_size) - s.num_blocks[slots]
         decoding = (s.num_computed[slots] >= s.num_prompt[slots]) & (need <= 1)
         grow = slots[decoding & (need > 0)]
-        blocks = self.pool.allocate(len(grow))
-        s.block_table[grow, s.num_blocks[grow]] = blocks
+        s.block_table[grow, s.num_blocks[grow]] = self.pool.allocate(len(grow))
         s.num_blocks[grow] += 1
-        given = [blocks]
         for slot, n, short in zip(slots[~decoding].tolist(), grants[~decoding].tolist(), need[~decoding].tolist()):
             if short > 0:
-                given.append(self.pool.allocate(short, consecutive=True))
-                s.append_blocks(slot, given[-1])
+                s.append_blocks(slot, self.pool.allocate(short, consecutive=True))
             if self.config.prefix_cache:
                 self._cache_prompt(slot, int(s.num_computed[slot]), int(s.num_computed[slot]) + n)
-        return np.concatenate(given)
+        return int(np.maximum(need, 0).sum())
 
     def _cache_prompt(self, slot: int, begin: int, end: int) -> None:
         """Enter the prompt blocks that tokens [begin, end) fill, with the uses that the plan still has for them."""
@@ -270,9 +264,9 @@ class Scheduler:
         self._drop(slot)
         self.stats.num_preemptions += 1
 
-    def _fork(self, parent: int, child: int) -> np.ndarray:
+    def _fork(self, parent: int, child: int) -> None:
         """Start `child` as a further sample of the prompt that `parent` completes in this step: full blocks are shared,
-        the partial one is copied before the next step writes to it. Returns the new block, if there is one."""
+        the partial one is copied before the next step writes to it."""
         s, block_size = self.state, self.pool.block_size
         num_prompt = int(s.num_prompt[parent])
         full = s.blocks(parent)[: num_prompt // block_size]
@@ -280,16 +274,14 @@ class Scheduler:
         s.append_blocks(child, full)
         s.num_computed[child] = s.num_tokens[child] = num_prompt
         self.stats.num_cached += num_prompt
-        if num_prompt % block_size == 0:
-            return np.empty(0, np.int32)
-        copy = self.pool.allocate(1)
-        self._copies.append((child, int(s.blocks(parent)[num_prompt // block_size]), int(copy[0])))
-        s.append_blocks(child, copy)
-        return copy
+        if num_prompt % block_size:
+            copy = self.pool.allocate(1)
+            self._copies.append((child, int(s.blocks(parent)[num_prompt // block_size]), int(copy[0])))
+            s.append_blocks(child, copy)
 
     # ---- admission ------------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int, new_blocks: list[np.ndarray]) -> list[tuple[int, int]]:
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
         """Let candidates in while tokens, slots and memory last. Returns (slot, tokens) of each."""
         s, pool, block_size = self.state, self.pool, self.pool.block_size
         admitted: list[tuple[int, int]] = []
@@ -321,10 +313,10 @@ class Scheduler:
             pool.use(matched[: candidate.num_expected])
             slot = self._enter(candidate, num_samples, known, len(prompt), limit, hit)
             grant = min(len(known) - int(s.num_computed[slot]), budget)
-            new_blocks.append(self._give_blocks(np.array([slot], np.int32), np.array([grant], np.int32)))
+            num_given = self._give_blocks(np.array([slot], np.int32), np.array([grant], np.int32))
             admitted.append((slot, grant))
             budget -= grant
-            promised += need - len(new_blocks[-1])
+            promised += need - num_given
         entered = np.array([slot for slot, _ in admitted], np.int32)
         s.set_running(np.concatenate([s.running, entered]))
         self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))

@@ -19,7 +19,6 @@ class StepPlan(NamedTuple):
     first_position: np.ndarray  # [R] int32, position of its first query token
     sample_requests: np.ndarray  # [K] int32, index into the R requests whose last token's logits are sampled
     sample_slots: np.ndarray  # [K] int32, the slot that gets the token (a fork samples its parent's logits)
-    new_blocks: np.ndarray  # [n] int32, handed out for this step, content undefined
     block_copies: np.ndarray  # [m, 2] int32, source and destination, before this step's KV write
     groups: PrefixGroups
 

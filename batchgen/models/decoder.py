@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from batchgen.models.config import ModelConfig
+from batchgen.models.cpu_math import min_independent_rows
 from batchgen.models.inputs import BatchInputs
-from batchgen.models.layers import DecoderLayer, norm_weight, num_padded_rows, pad_rows
+from batchgen.models.layers import DecoderLayer, norm_weight, pad_rows
 
 
 class Decoder(nn.Module):
@@ -36,6 +37,7 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings
             else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
         )
+        self.min_rows = min_independent_rows() if device.type == "cpu" else 1  # steps are padded to it
         self.rope = rope_tables(config, max_model_len or config.max_supported_len, device)
 
     @torch.inference_mode()
@@ -46,7 +48,7 @@ class Decoder(nn.Module):
         for token row inputs.logits_indices[i]. On a CPU, the result for a token is bitwise the same in any step.
         """
         config, ops = self.config, self.ops
-        num_rows = num_padded_rows(inputs.token_ids.shape[0], self.device)
+        num_rows = max(inputs.token_ids.shape[0], self.min_rows)
         positions = pad_rows(inputs.positions, num_rows)
         attend = ops.plan_attention(inputs.attention, config.num_heads, config.num_kv_heads, config.head_dim)
         residual = nn.functional.embedding(pad_rows(inputs.token_ids, num_rows), self.embedding)
@@ -64,7 +66,7 @@ class Decoder(nn.Module):
         num_sampled = x.shape[0]
         if num_sampled == 0:  # a step of prefill chunks only
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        rows = pad_rows(x, num_padded_rows(num_sampled, self.device))
+        rows = pad_rows(x, max(num_sampled, self.min_rows))
         return nn.functional.linear(rows, self.lm_head)[:num_sampled].float()
 
 

@@ -12,16 +12,6 @@ from torch import nn
 
 from batchgen.models.config import ModelConfig
 
-# On CPUs a matrix product picks its kernel, and so the order of its sums, by the number of rows: measured with MKL on
-# AVX-512, a row's result is bitwise the same at any row count from 16 on, and differs below. Steps are padded to this,
-# so that a token's logits do not depend on how many neighbours its step happens to have.
-MIN_CPU_ROWS = 16
-
-
-def num_padded_rows(num_rows: int, device: torch.device) -> int:
-    """How many rows a step of `num_rows` (> 0) tokens computes: at least MIN_CPU_ROWS on a CPU, as it is on a GPU."""
-    return max(num_rows, MIN_CPU_ROWS) if device.type == "cpu" else num_rows
-
 
 def pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """x [n, ...] -> [num_rows, ...] with zero rows at the end; x itself where n == num_rows."""

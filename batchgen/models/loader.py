@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from batchgen.environment import prepare_environment
 from batchgen.errors import ModelError
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
@@ -31,9 +32,12 @@ def load_decoder(
 ) -> Decoder:
     """The decoder with its weights on `device` as `dtype`.
 
+    On a CPU it also asks MKL for rows that do not depend on each other (cpu_math.py), which works once a process.
     `max_model_len` (default: all that the model supports) bounds the rotary tables. Peak memory is the model and one tensor.
     ModelError lists missing, unexpected and misshapen tensors.
     """
+    if torch.device(device).type == "cpu":
+        prepare_environment()
     config = load_config(files)
     decoder = Decoder(config, ops, torch.device(device), dtype, max_model_len)
     fill(decoder, read_tensors(files.weights))

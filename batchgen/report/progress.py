@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: one bar in tokens, with rows, hit rate and phase; plain lines where no one watches."""
+"""What a person sees while a job runs: a bar in tokens, with rows, hit rate and phase; plain lines where no one watches."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
         lines += [
             f"tokens    {tokens['prompt']:,} prompt, of them {tokens['computed']:,} computed and "
             f"{tokens['cached']:,} shared; {tokens['output']:,} generated",
-            f"prefix    {tokens['saved_predicted']:.1%} of prompt tokens saved as planned, {tokens['saved_achieved']:.1%} achieved"
-            f"; key/value reads {1 - tokens['kv_read'] / max(tokens['kv_visible'], 1):.1%} fewer than unshared",
+            f"prefix    {tokens['saved_predicted']:.1%} of prompt tokens saved as planned, "
+            f"{tokens['saved_achieved']:.1%} achieved; "
+            f"key/value reads {1 - tokens['kv_read'] / max(tokens['kv_visible'], 1):.1%} fewer than unshared",
             f"engine    {s['steps']} steps, up to {s['max_running']} requests at once, {s['preemptions']} preemptions"
             + (f" ({tokens['recomputed']:,} tokens computed again)" if tokens["recomputed"] else ""),
             f"speed     {s['rates']['total']:,.0f} tokens/s ({s['rates']['prompt']:,.0f} prompt tokens/s as asked, "

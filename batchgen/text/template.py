@@ -42,7 +42,7 @@ class PromptSection(Protocol):
     @property
     def control_tokens(self) -> bool: ...  # whether control-token text in a row is that control token
     @property
-    def files(self) -> Mapping[str, str]: ...  # name -> path; templates read the content as {{ files.name }}
+    def files(self) -> Mapping[str, str]: ...  # name -> path; templates see the content under that name
 
 
 class NullColumnError(jinja2.UndefinedError):
@@ -76,7 +76,7 @@ class PromptRenderer:
         for name, source in sources.items():
             if source is not None:
                 self.templates[name], used = _compile(self.environment, f"prompt.{name}", source)
-                self.columns |= used - ({"files"} if self.files else set())
+                self.columns |= used - set(self.files)
         self.chat_template = None if section.text is not None else _chat_template(section.chat_template, tokenizer)
         self.special_tokens_map = tokenizer.special_tokens_map
         tokens = () if section.control_tokens else tokenizer.control_tokens
@@ -108,7 +108,7 @@ class PromptRenderer:
 
     def _render(self, name: str, row: dict[str, Any]) -> str:
         values = {k: NullColumn(name=k, exc=NullColumnError) if v is None else v for k, v in row.items()}
-        return self.templates[name].render(values | ({"files": self.files} if self.files else {}))
+        return self.templates[name].render(values | self.files)
 
     def _render_text(self, row: dict[str, Any]) -> str:
         return self._render("text", row)

@@ -10,8 +10,8 @@ The parts are merged by log-sum-exp: softmax over a union of key sets is the mea
 Packed layout: with G = num_q_heads / num_kv_heads, row t * G + g of head k is query head k * G + g of token t, so a
 range of tokens is a range of rows and a group is a view. Blocks whose ids are consecutive are read in place.
 
-Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers (the
-engine zeroes a block when it is handed out), because masked scores are computed before they are dropped.
+Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers, because
+masked scores are computed before they are dropped. write_kv_torch sees to it; the engine keeps block 0 zero.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Prefill(NamedTuple):
 
 
 class DecodeBucket(NamedTuple):
-    tokens: torch.Tensor  # [B] int64
+    requests: slice  # of all decodes, longest first
     block_ids: torch.Tensor  # [B * max_blocks] int64, padded with the null block
     mask: torch.Tensor  # [B, 1, 1, max_blocks * block_size] float, 0 or -inf
     max_blocks: int
@@ -102,11 +102,14 @@ def group_levels(metadata: AttentionMetadata, group_size: int) -> list[GroupLeve
     return result
 
 
-def decode_buckets(metadata: AttentionMetadata, dtype: torch.dtype) -> list[DecodeBucket]:
-    """Requests with one query token, sorted by private blocks and cut where padding would cost more than MAX_PADDING."""
+def decode_buckets(metadata: AttentionMetadata) -> tuple[torch.Tensor, list[DecodeBucket]]:
+    """Requests with one query token, sorted by private blocks and cut where padding would cost more than MAX_PADDING.
+
+    Also returns their query tokens, [num_decodes] int64, in that order.
+    """
     requests = metadata.decode_requests
     if len(requests) == 0:
-        return []
+        return requests, []
     block_size = metadata.block_size
     first_block = metadata.kv_start[requests].long() // block_size
     num_tokens = metadata.seq_lens[requests].long() - metadata.kv_start[requests].long()
@@ -124,11 +127,10 @@ def decode_buckets(metadata: AttentionMetadata, dtype: torch.dtype) -> list[Deco
         blocks = metadata.block_table[requests[chosen, None], index].long()
         blocks.masked_fill_(column >= num_blocks[chosen, None], 0)
         visible = torch.arange(max_blocks * block_size) < num_tokens[chosen, None]
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        tokens = metadata.query_start[requests[chosen]].long()
-        buckets.append(DecodeBucket(tokens, blocks.flatten(), mask[:, None, None], max_blocks))
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+        buckets.append(DecodeBucket(slice(begin, end), blocks.flatten(), mask[:, None, None], max_blocks))
         begin = end
-    return buckets
+    return metadata.query_start[requests[order]].long(), buckets
 
 
 def prefills(metadata: AttentionMetadata) -> list[Prefill]:
@@ -144,10 +146,14 @@ def prefills(metadata: AttentionMetadata) -> list[Prefill]:
     return result
 
 
+def cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
 def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merge a part into (out, lse) in place. out, part [..., D]; lse, part_lse [...]; natural logarithms."""
     total = torch.logaddexp(lse, part_lse)
-    out.lerp_(part, (part_lse - total).exp_().unsqueeze(-1))
+    out.lerp_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
@@ -158,13 +164,13 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
     group_size = num_q_heads // num_kv_heads
     levels = group_levels(metadata, group_size)
     prefill_list = prefills(metadata)
-    buckets: dict[torch.dtype, list[DecodeBucket]] = {}
+    decode_tokens, buckets = decode_buckets(metadata)
 
     def run(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
         num_tokens = query.shape[0]
         by_head = query.view(num_tokens, num_kv_heads, group_size, head_dim)
         packed = by_head.transpose(0, 1).reshape(num_kv_heads, num_tokens * group_size, head_dim)
-        out = torch.empty_like(packed)
+        out = torch.empty_like(packed, dtype=torch.float32)
         lse = torch.empty(num_kv_heads, num_tokens * group_size, dtype=torch.float32)
         out_by_token = out.view(num_kv_heads, num_tokens, group_size, head_dim)
         lse_by_token = lse.view(num_kv_heads, num_tokens, group_size)
@@ -188,34 +194,34 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
                 rows = slice(p.tokens.start * group_size, p.tokens.stop * group_size)
                 merge_into(out[:, rows], lse[:, rows], *attend(rows, p.context))
 
-        if query.dtype not in buckets:
-            buckets[query.dtype] = decode_buckets(metadata, query.dtype)
-        for b in buckets[query.dtype]:
-            shape = (len(b.tokens), b.max_blocks * metadata.block_size, num_kv_heads, head_dim)
-            k = key_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
-            v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
-            mask = b.mask.expand(-1, num_kv_heads, group_size, -1)
-            part, part_lse = flash_attention(by_head[b.tokens], k, v, attn_mask=mask, scale=scale)
-            out_by_token[:, b.tokens] = part.transpose(0, 1)
-            lse_by_token[:, b.tokens] = part_lse.transpose(0, 1)
+        if buckets:
+            decode_queries = by_head.index_select(0, decode_tokens)
+            parts = []
+            for b in buckets:
+                shape = (b.requests.stop - b.requests.start, b.max_blocks * metadata.block_size, num_kv_heads, head_dim)
+                k = key_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
+                v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
+                mask = b.mask.to(query.dtype).expand(-1, num_kv_heads, group_size, -1)
+                parts.append(flash_attention(decode_queries[b.requests], k, v, attn_mask=mask, scale=scale))
+            out_by_token.index_copy_(1, decode_tokens, cat([part for part, _ in parts], 0).transpose(0, 1).to(out.dtype))
+            lse_by_token.index_copy_(1, decode_tokens, cat([part for _, part in parts], 0).transpose(0, 1))
 
         for level in levels:
             parts = [
                 attend(slice(begin * group_size, end * group_size), keys)
                 for (begin, end), keys in zip(level.queries, level.keys)
             ]
-            part = parts[0][0] if len(parts) == 1 else torch.cat([p for p, _ in parts], dim=1)
-            part_lse = parts[0][1] if len(parts) == 1 else torch.cat([l for _, l in parts], dim=1)
+            part, part_lse = cat([part for part, _ in parts], 1), cat([part for _, part in parts], 1)
             if isinstance(level.rows, slice):
                 merge_into(out[:, level.rows], lse[:, level.rows], part, part_lse)
             else:
                 some, some_lse = out[:, level.rows], lse[:, level.rows]
                 merge_into(some, some_lse, part, part_lse)
                 out[:, level.rows], lse[:, level.rows] = some, some_lse
-        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim)
+        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim).to(query.dtype)
 
     return run
 
 
 plan_attention_torch.shares_prefix_reads = True  # type: ignore[attr-defined]
-plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]
+plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]  # for tests that poison caches

@@ -258,8 +258,15 @@ def plan_attention_case(
         return paged_inputs(*shape, dtype, device, **options)
 
     def call(plan_attention: Any, args: Any) -> list[torch.Tensor]:
-        plan = plan_attention(args[0], num_q_heads, num_kv_heads, head_dim)
-        return [plan(*args[1:])]
+        metadata, query, key_cache, value_cache, scale = args
+        if getattr(plan_attention, "needs_finite_slots", False):  # its contract: see attention_torch
+            owned = torch.cat(
+                [metadata.block_table.flatten().clamp(min=0).unique(), torch.zeros(1, dtype=torch.int32)]
+            ).long()
+            key_cache, value_cache = key_cache.clone(), value_cache.clone()
+            key_cache[owned], value_cache[owned] = key_cache[owned].nan_to_num(0), value_cache[owned].nan_to_num(0)
+        plan = plan_attention(metadata, num_q_heads, num_kv_heads, head_dim)
+        return [plan(query, key_cache, value_cache, scale)]
 
     tokens = f"{list(query_lens)} of {list(seq_lens)} tokens"
     return Case(f"{tokens}, {num_q_heads}/{num_kv_heads} heads of {head_dim}, blocks of {block_size}", make, call)

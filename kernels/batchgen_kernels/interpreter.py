@@ -197,9 +197,7 @@ def _patch_language_once_a_launch() -> None:
             patched.clear()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = frozenset(
-            id(v) for v in self.fn.__globals__.values() if inspect.ismodule(v) and v in (tl, tl.core)
-        )
+        modules = frozenset(id(v) for v in self.fn.__globals__.values() if inspect.ismodule(v) and v in (tl, tl.core))
         if modules not in patched:
             interpreter._patch_lang(self.fn)
             patched.add(modules)

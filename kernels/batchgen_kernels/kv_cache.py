@@ -35,7 +35,15 @@ def write_kv_torch(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """As the reference, but every slot must be valid (the engine never emits -1 on this backend)."""
+    """As the reference, but every slot must be valid (the engine never emits -1 on this backend), and the first write
+    into a block clears the rest of it: attention_torch computes the scores of unused slots before it drops them, and
+    what an earlier owner left there might not be finite."""
+    block_size = key_cache.shape[1]
+    first_slots = slot_mapping[slot_mapping % block_size == 0]
+    if len(first_slots) and block_size > 1:
+        started = first_slots // block_size
+        key_cache.index_fill_(0, started, 0)
+        value_cache.index_fill_(0, started, 0)
     key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
     value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
 

@@ -29,7 +29,22 @@ def rotary_embedding_reference(
     key.copy_(_rotate(key, cos[positions], sin[positions]))
 
 
-rotary_embedding_torch = rotary_embedding_reference
+def rotary_embedding_torch(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """As the reference, with one temporary instead of six."""
+    half = cos.shape[-1]
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    for x in (query, key):
+        x1, x2 = x[..., :half], x[..., half : 2 * half]
+        if x.dtype != torch.float32:
+            y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
+            x1.copy_(y1)
+            x2.copy_(y2)
+            continue
+        y1 = (x1 * c).addcmul_(x2, s, value=-1)
+        x2.mul_(c).addcmul_(x1, s)
+        x1.copy_(y1)
 
 
 @triton.jit

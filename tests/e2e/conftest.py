@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.e2e.commands import WarmServer
-from tests.toy import make_toy_model
+from commands import WarmServer
+from toy import make_toy_model
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import WarmServer, results, write_job, write_rows
 
 from batchgen.data.schema import ANSWER_SCHEMA
-from tests.e2e.commands import WarmServer, results, write_job, write_rows
 
 GOOD = {"q": [f"what is {i}?" for i in range(6)], "n": list(range(6))}
 

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import ROOT, results, run_cold
+from fake_device import trie_edge_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from batchgen.job import load_job
 from batchgen.models.files import eos_token_ids, resolve_model
 from batchgen.text.token_store import TokenStore
-from tests.e2e.commands import ROOT, results, run_cold
-from tests.engine.test_scheduler import trie_edge_tokens
 
 MAX_TOKENS = 16
 CLEAR_GAP = 1e-4  # between the two largest logits

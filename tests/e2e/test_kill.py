@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from commands import WarmServer, catches_signals, results, write_job, write_rows
 
 from batchgen.data.commit_log import CommitLog
-from tests.e2e.commands import WarmServer, catches_signals, results, write_job, write_rows
 
 NUM_KILLS = 30
 NUM_ROWS, NUM_SAMPLES = 40, 2

@@ -13,11 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
-
-from batchgen import __version__
-from batchgen.data.schema import ANSWER_SCHEMA, SCHEMA_VERSION
-from tests.e2e.commands import (
+from commands import (
     Process,
     WarmServer,
     catches_signals,
@@ -27,7 +23,11 @@ from tests.e2e.commands import (
     write_job,
     write_rows,
 )
-from tests.engine.toy_engine import Oracle
+from toy_engine import Oracle
+from transformers import AutoTokenizer
+
+from batchgen import __version__
+from batchgen.data.schema import ANSWER_SCHEMA, SCHEMA_VERSION
 
 ROWS = {
     "id": [f"r{i:02d}" for i in range(12)],
@@ -265,10 +265,12 @@ def long_job(here: Path) -> Path:
 def test_a_second_process_is_refused_while_one_works(long_job: Path, here: Path, server: WarmServer) -> None:
     first = server.start("run", long_job, cwd=here)
     assert first.wait_until((here / "out/commit.log").exists)
+    first.send(signal.SIGSTOP)  # it stays in the middle of its work
     second = server.run("run", long_job, cwd=here)
     assert second.code == 2 and f"in use by process {first.pid}" in second.error
     status = server.run("status", "out", cwd=here).stdout
     assert f"at work: process {first.pid}" in status and "not finished" in status
+    first.send(signal.SIGCONT)
     assert first.wait().code == 0, "and the first does not notice"
     assert "nobody works on it" in server.run("status", "out", cwd=here).stdout
 
@@ -305,16 +307,22 @@ def test_rows_that_had_ended_are_committed_by_the_signal(long_job: Path, here: P
     """Also with a commit interval that would not have come for long; the next run does only the rest."""
     never = ("--set", "output.commit_rows=1000", "--set", "output.commit_seconds=1000")
     assert server.run("run", long_job, "--set", "output.path=whole", cwd=here).code == 0
-    process = server.start("run", long_job, *never, cwd=here)
-    assert process.wait_until(lambda: "engine:" in process.stderr.read_text())
-    time.sleep(0.4)
-    process.send(signal.SIGTERM)
-    assert process.wait().code == 75
-    status = json.loads(server.run("status", "out", "--json", cwd=here).stdout)
-    assert 0 < status["num_committed"] < 40 and status["num_parts"] == 1
-    outcome = server.run("run", long_job, cwd=here)
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):  # until it is in the middle, however fast this machine is
+        out = here / f"after-{seconds}"
+        process = server.start("run", long_job, *never, "--set", f"output.path={out.name}", cwd=here)
+        assert process.wait_until(lambda process=process: "engine:" in process.stderr.read_text())
+        time.sleep(seconds)
+        process.send(signal.SIGTERM)
+        process.wait()
+        status = json.loads(server.run("status", out.name, "--json", cwd=here).stdout)
+        if 0 < status["num_committed"] < 40:
+            break
+    else:
+        pytest.fail("never stopped in the middle")
+    assert status["num_parts"] == 1
+    outcome = server.run("run", long_job, "--set", f"output.path={out.name}", cwd=here)
     assert outcome.code == 0 and f"{40 - status['num_committed']} of them in this run" in outcome.stderr
-    assert answers(here / "out") == answers(here / "whole")
+    assert answers(out) == answers(here / "whole")
 
 
 def test_a_signal_while_a_cold_program_still_imports(long_job: Path, here: Path) -> None:

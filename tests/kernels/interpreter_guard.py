@@ -1,10 +1,10 @@
 """What a GPU would not forgive, found in Triton's interpreter, which forgives it.
 
-  * An unmasked lane of a load or store outside every tensor of the launch: KernelFault (else: a corrupted heap).
-  * Two program instances touching one element, at least one with a plain store: KernelFault (atomics are exempt).
-  * Lanes masked off in a load without `other=` read NaN or a large number (else 0; on a GPU: anything).
-  * Program instances run in a seeded random order (else always 0, 1, 2, ...).
-  * tl.device_assert fires, and with it triton's own checks for int32 overflow (else never).
+* An unmasked lane of a load or store outside every tensor of the launch: KernelFault (else: a corrupted heap).
+* Two program instances touching one element, at least one with a plain store: KernelFault (atomics are exempt).
+* Lanes masked off in a load without `other=` read NaN or a large number (else 0; on a GPU: anything).
+* Program instances run in a seeded random order (else always 0, 1, 2, ...).
+* tl.device_assert fires, and with it triton's own checks for int32 overflow (else never).
 """
 
 import bisect

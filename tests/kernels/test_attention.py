@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 from batchgen_kernels import kv_cache, paged_decode, paged_prefill
+from batchgen_kernels._triton import interpreting
 from batchgen_kernels.attention_reference import plan_attention_reference
 from batchgen_kernels.attention_triton import plan_attention_triton
 from batchgen_kernels.cases import TOLERANCE, paged_inputs, relative_error
 from batchgen_kernels.launch import Launch
 from batchgen_kernels.merge_states import merge_states_reference, merge_states_torch, merge_states_triton
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
 BF16 = torch.bfloat16
 
 

@@ -166,7 +166,7 @@ def test_op(architecture, name, table):
     assert r["wide_stores"] > 0 or architecture == "gfx942", r
 
 
-def test_one_variant_serves_every_batch():
+def test_one_variant_serves_every_batch(monkeypatch):
     """A further variant is seconds of compilation in the middle of a job. Aligned or not, one request or many."""
     cos = torch.zeros(300, 32)
 
@@ -174,11 +174,11 @@ def test_one_variant_serves_every_batch():
         lens = [1] * num_decodes + [3] * (num_decodes % 3)
         inputs = cases.paged_inputs(lens, [600 + 17 * num_decodes] * len(lens), 8, 2, 64, 16, BF16, poison=False)
         shifted = {
-            field: torch.cat([t.new_zeros(offset), t])[offset:]
+            field: torch.cat([t.new_zeros(offset), t.flatten()])[offset:].view(t.shape)
             for field, t in inputs.metadata._asdict().items()
-            if field in ("query_start", "seq_lens", "kv_start", "decode_requests", "prefill_requests")
+            if field in ("block_table", "query_start", "seq_lens", "kv_start", "decode_requests", "prefill_requests")
         }
-        metadata = inputs.metadata._replace(**shifted)
+        metadata = inputs.metadata._replace(max_seq_len=100_000, **shifted)  # as if there were keys for many parts
         plan = attention_triton.plan_attention_triton(metadata, 8, 2, 64)
         plan(*inputs[1:])
         tokens = torch.zeros(sum(lens) + offset, dtype=torch.int64)[offset:]
@@ -201,12 +201,13 @@ def test_one_variant_serves_every_batch():
         (kv_cache, "copy_blocks_kernel"),
         (merge_states, "merge_states_kernel"),
     ]
+    monkeypatch.setattr(attention_triton, "num_processors", lambda device: 132)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cross_compile.target("cuda", 90))
         variants = stack.enter_context(cross_compile.count_variants())
         for module, name in kernels:
             stack.enter_context(cross_compile.capture(module, name))
-        for num_decodes in [*range(1, 19), 31, 32, 33, 64]:
+        for num_decodes in [*range(1, 19), 31, 32, 33, 70, 140]:
             for offset in (0, 1):
                 run(num_decodes, offset)
     # decode has two: with and without parts

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from batchgen_kernels import select_ops
+from model_driver import PagedDriver, run_whole
+from toy import make_toy_model
 from transformers import AutoModelForCausalLM
 
 from batchgen.models.config import kv_bytes_per_token, kv_cache_shape, num_matmul_parameters
+from batchgen.models.cpu_math import MAX_PADDED_ROWS, min_independent_rows
 from batchgen.models.decoder import Decoder
 from batchgen.models.files import resolve_model
-from batchgen.models.layers import MIN_CPU_ROWS
 from batchgen.models.loader import load_decoder
-from tests.models.driver import PagedDriver, run_whole
-from tests.toy import make_toy_model
 
 TOLERANCE = 1e-4
 VARIANTS = {
@@ -122,13 +125,37 @@ def test_a_token_has_the_same_logits_in_any_step(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 15])
-def test_linear_needs_the_padding_and_is_fixed_by_it(num_rows: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(960, 576, generator=generator), torch.randn(200, 576, generator=generator)
-    whole = torch.nn.functional.linear(x, weight)
-    padded = torch.cat([x[:num_rows], torch.zeros(MIN_CPU_ROWS - num_rows, 576)])
-    assert torch.equal(torch.nn.functional.linear(padded, weight)[:num_rows], whole[:num_rows])
+def test_the_measured_row_count_is_enough() -> None:
+    generator = torch.Generator().manual_seed(7)
+    first = min_independent_rows()
+    assert 1 <= first <= MAX_PADDED_ROWS, "no padding makes rows independent on this machine"
+    for num_in, num_out in ((576, 1536), (64, 960), (1536, 64)):
+        weight, x = torch.randn(num_out, num_in, generator=generator), torch.randn(300, num_in, generator=generator)
+        whole = torch.nn.functional.linear(x, weight)
+        for num_rows in range(first, 300, 7):
+            assert torch.equal(torch.nn.functional.linear(x[:num_rows], weight), whole[:num_rows])
+
+
+ROWS_SCRIPT = """
+import sys, torch
+from batchgen_kernels import select_ops
+from batchgen.models.loader import load_decoder, resolve_model
+decoder = load_decoder(resolve_model(sys.argv[1]), "cpu", torch.float32, select_ops("torch"))
+torch.set_num_threads(2)
+weight, x = torch.randn(576, 1536), torch.randn(300, 1536)
+whole = torch.nn.functional.linear(x, weight)
+print(decoder.min_rows, [n for n in range(1, 300) if not torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n])])
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another BLAS than MKL: only the padding helps")
+def test_loading_makes_rows_independent_at_any_size_and_on_two_threads(tmp_path: Path) -> None:
+    folder = make_toy_model(tmp_path, check_sensitivity=False)
+    env = {k: v for k, v in os.environ.items() if k not in ("MKL_CBWR", "OMP_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS_SCRIPT, str(folder)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1 []"
 
 
 def test_no_sampled_rows(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from batchgen_kernels import select_ops
+from model_driver import run_whole
 from safetensors.numpy import load_file
+from toy import make_toy_model
 from transformers import AutoTokenizer
 
 from batchgen.errors import ModelError
 from batchgen.models import gguf as reader
 from batchgen.models.loader import eos_token_ids, fingerprint, load_decoder, resolve_model
-from tests.models.driver import run_whole
-from tests.toy import make_toy_model
 
 STRINGS = ["a  b", "Café — 123 😊", "1234567", " leading", "the\n\nthin  12\t", "it's <|im_end|> there", "\u0041\u030a 漢字"]
 TOKENS = list(range(20, 80, 3))

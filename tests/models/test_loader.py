@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from batchgen_kernels import select_ops
+from model_driver import run_whole
 from safetensors.torch import load_file, save_file
+from toy import make_toy_model
 from transformers import AutoModelForCausalLM
 
 from batchgen.errors import ModelError
 from batchgen.models.decoder import Decoder
 from batchgen.models.loader import eos_token_ids, fingerprint, load_decoder, resolve_model
-from tests.models.driver import run_whole
-from tests.toy import make_toy_model
 
 TOKENS = list(range(20, 60, 3))
 Tensors = dict[str, torch.Tensor]

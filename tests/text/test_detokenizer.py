@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+from toy import make_toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import JobFileError
 from batchgen.records import FinishReason
 from batchgen.text.detokenizer import Detokenizer
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.toy import make_toy_tokenizer
 
 EOS = 265
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from sections import section
 
 from batchgen.models.loader import resolve_model
 from batchgen.text.template import PromptRenderer
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.text.sections import section
 
 END = "<|im_end|>"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sections import section
+from toy import CHATML, make_toy_tokenizer
 
 from batchgen.errors import JobFileError, ModelError
 from batchgen.records import Prompt, RowFault
 from batchgen.text.template import PromptRenderer, RowFilter
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.text.sections import section
-from tests.toy import CHATML, make_toy_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
@@ -87,7 +87,7 @@ def test_user_and_system_templates(tokenizer: Tokenizer, tmp_path: Path) -> None
     (tmp_path / "shots.txt").write_text("Q: 1 {{ not_a_column }}\n")
     renderer = PromptRenderer(
         section(
-            user="{{ files.shots }}{% for c in choices %}{{ loop.index }}. {{ c }} {% endfor %}{{ question | trim }}\n",
+            user="{{ shots }}{% for c in choices %}{{ loop.index }}. {{ c }} {% endfor %}{{ question | trim }}\n",
             system="Answer in {{ lang }}.",
             files={"shots": str(tmp_path / "shots.txt")},
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy import make_toy_tokenizer
 
 from batchgen.errors import CorruptRunError
 from batchgen.records import Prompt, RowFault
@@ -15,7 +16,6 @@ from batchgen.text import token_store
 from batchgen.text.token_store import TokenStore, TokenStoreWriter
 from batchgen.text.tokenize import tokenize, truncate
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.toy import make_toy_tokenizer
 
 
 def ids(*values: int) -> np.ndarray:

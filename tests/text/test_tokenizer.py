@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from toy import make_toy_tokenizer
 
 from batchgen.errors import ModelError
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.toy import make_toy_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 

@@ -21,12 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENTRY = "from batchgen.cli import main; main()"
 LIMIT = 120.0  # seconds; no run here takes so long
 
 SERVER = """
 import gc, json, os, sys
+from batchgen.environment import prepare_environment
+prepare_environment()  # before torch
 import numpy, pyarrow, torch
 torch.set_num_threads(1)
 import batchgen.cli, batchgen.planner, batchgen.runner

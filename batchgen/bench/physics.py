@@ -1,0 +1,157 @@
+"""What the machine and the model allow: static costs, the rate of the model's own matrix products, where a step's time goes.
+
+FLOPs = 2 N (U + O - R) + 2 Nh O + 4 L H D (Ap + Ad)        U prompt tokens to compute, O output tokens, R rows,
+                                                            Ap, Ad sums of context lengths over both
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from batchgen.models.config import ModelConfig, kv_bytes_per_token, num_matmul_parameters
+from batchgen.models.decoder import Decoder
+from batchgen.records import Window
+
+ROW_COUNTS = (1, 16, 32, 64, 128, 256, 512)  # rows at which the matrix products are timed
+PARTS = {  # op of batchgen_kernels -> line of the profile
+    "rms_norm": "elementwise",
+    "add_rms_norm": "elementwise",
+    "rotary_embedding": "elementwise",
+    "silu_and_mul": "elementwise",
+    "write_kv": "KV writes",
+    "plan_attention": "attention",
+}
+
+
+class StaticCost(NamedTuple):
+    """What follows from config.json alone."""
+
+    layer_parameters: int  # multiplied with every computed token
+    head_parameters: int  # multiplied with every sampled token
+    weight_bytes: int
+    kv_bytes_per_token: int
+    flops_per_token: int
+    flops_per_sampled_token: int
+
+
+def static_cost(config: ModelConfig, dtype: torch.dtype) -> StaticCost:
+    layers = num_matmul_parameters(config, lm_head=False)
+    head = num_matmul_parameters(config) - layers
+    kv = kv_bytes_per_token(config, dtype)
+    return StaticCost(layers, head, (layers + head) * dtype.itemsize, kv, 2 * layers, 2 * head)
+
+
+class JobFlops(NamedTuple):
+    """Floating-point operations of a workload whose rows all give `max_tokens` tokens."""
+
+    linear: int
+    linear_without_sharing: int
+    attention: int
+
+
+def job_flops(cost: StaticCost, config: ModelConfig, window: Window, max_tokens: int) -> JobFlops:
+    rows, decoded = len(window), len(window) * (max_tokens - 1)
+    head = cost.flops_per_sampled_token * rows * max_tokens
+    lengths, cached = window.lengths.astype(np.int64), window.num_cached().astype(np.int64)
+    context = (lengths * (lengths + 1) - cached * (cached + 1)) // 2  # of the prompt tokens to compute
+    context += (max_tokens - 1) * lengths + max_tokens * (max_tokens - 1) // 2
+    return JobFlops(
+        cost.flops_per_token * (window.num_computed() + decoded) + head,
+        cost.flops_per_token * (int(lengths.sum()) + decoded) + head,
+        4 * config.num_layers * config.num_heads * config.head_dim * int(context.sum()),
+    )
+
+
+class LinearSeconds(NamedTuple):
+    """Seconds of one step's matrix products alone, by row count: all layers, and the head."""
+
+    rows: list[int]
+    layers: list[float]
+    head: list[float]
+
+    def of(self, num_tokens: int, num_sampled: int) -> float:
+        """Of a step of so many tokens, so many of them sampled; between the measured counts by interpolation."""
+        seconds = float(np.interp(num_tokens, self.rows, self.layers))
+        return seconds + (float(np.interp(num_sampled, self.rows, self.head)) if num_sampled else 0.0)
+
+    def gflops(self, cost: StaticCost) -> list[float]:
+        """[len(rows)], of the layers."""
+        return [cost.flops_per_token * n / s / 1e9 for n, s in zip(self.rows, self.layers)]
+
+
+@torch.inference_mode()
+def time_linears(model: Decoder, max_rows: int) -> LinearSeconds:
+    """The fastest of some passes through all linear layers of `model` in order, so that caches hold what they would."""
+    rows = [n for n in ROW_COUNTS if n < max_rows] + [max_rows]
+    config = model.config
+    layers, heads = [], []
+    for n in rows:
+        x = torch.randn(n, config.hidden_size, device=model.device, dtype=model.dtype)
+        attended = torch.randn(n, config.num_heads * config.head_dim, device=model.device, dtype=model.dtype)
+        inner = torch.randn(n, config.intermediate_size, device=model.device, dtype=model.dtype)
+
+        def body(x: torch.Tensor = x, attended: torch.Tensor = attended, inner: torch.Tensor = inner) -> None:
+            for layer in model.layers:
+                layer.attention.qkv(x)
+                layer.attention.output(attended)
+                layer.mlp.gate_up(x)
+                layer.mlp.down(inner)
+
+        def head(x: torch.Tensor = x) -> None:
+            torch.nn.functional.linear(x, model.lm_head)
+
+        body()
+        repeats = 6 if n <= 64 else 3
+        layers.append(min(seconds_of(body) for _ in range(repeats)))
+        heads.append(min(seconds_of(head) for _ in range(repeats)))
+    return LinearSeconds(rows, layers, heads)
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def profiled(ops: Any) -> Iterator[dict[str, float]]:
+    """Time what a decoder's forward calls on a CPU: yields seconds by part, filled as it runs. (torch's own profiler keeps
+    every event and takes gigabytes.)"""
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # attributes too: backends say with them what they can do
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - begin
+
+        return call
+
+    plan_attention = ops.plan_attention
+
+    @functools.wraps(plan_attention)
+    def plan(*args: Any) -> Any:
+        return timed("attention", timed("attention plan", plan_attention)(*args))
+
+    originals = {name: getattr(ops, name) for name in PARTS}
+    linear = torch.nn.functional.linear
+    for name, function in originals.items():
+        setattr(ops, name, plan if name == "plan_attention" else timed(PARTS[name], function))
+    torch.nn.functional.linear = timed("matrix products", linear)
+    try:
+        yield seconds
+    finally:
+        torch.nn.functional.linear = linear
+        for name, function in originals.items():
+            setattr(ops, name, function)
