@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 from batchgen import __version__
 from batchgen.environment import prepare_environment
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 
 app = typer.Typer(
     add_completion=False,
@@ -45,12 +46,17 @@ def options(
 @app.command()
 def run(job_file: JobFile, overrides: Overrides = None) -> None:
     """Answer every row of a job; go on where an earlier run of it stopped."""
-    from batchgen.job import load_job
+    from batchgen.signals import StopSignals, ignore_signals
 
-    job = load_job(job_file, overrides or [])
-    from batchgen.runner import run_job
+    with StopSignals() as stop:
+        with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
+            from batchgen.job import load_job
 
-    raise typer.Exit(run_job(job))
+            job = load_job(job_file, overrides or [])
+            from batchgen.runner import run_job
+        code = run_job(job)
+    ignore_signals()
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -114,11 +120,14 @@ def schema() -> None:
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
     prepare_environment()
+    from batchgen.signals import ignore_signals
+
     try:
         app(prog_name="batchgen")
-    except BatchgenError as error:
+    except (BatchgenError, Interrupted) as error:
+        ignore_signals()
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         print(f"batchgen: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:

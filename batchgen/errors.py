@@ -8,8 +8,8 @@
     │   └── RunFolderError                       the output folder is locked or belongs to another job
     ├── CorruptRunError           exit code 1    a committed file is missing or damaged
     ├── EngineError               exit code 1    the engine cannot go on (out of memory, a device fault)
-    ├── TooManyFailedRows         exit code 4    the error budget is spent
-    └── Interrupted               exit code 75   stopped by a signal; run the same command again to go on
+    └── TooManyFailedRows         exit code 4    the error budget is spent
+    Interrupted                   exit code 75   stopped by a signal; run the same command again to go on
 
 A fault of one row is not an exception that travels: it is a `RowFault` (records.py) in that row's answer.
 """
@@ -53,5 +53,8 @@ class TooManyFailedRows(BatchgenError):
     exit_code = 4
 
 
-class Interrupted(BatchgenError):
+class Interrupted(BaseException):
+    """Not an Exception: like KeyboardInterrupt it comes up anywhere, and no `except Exception` (a template's, a tokenizer's,
+    a library's) may take it for a fault of what it happened to interrupt."""
+
     exit_code = 75

@@ -99,6 +99,8 @@ def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
     row_filter = RowFilter(job.input.where) if job.input.where is not None else None
     for column in sorted(row_filter.columns) if row_filter else ():
         require_columns(reader.schema, {"input.where": column})
+    if job.output.extract is not None and job.output.extract.expected is not None:
+        require_columns(reader.schema, {"output.extract.expected": job.output.extract.expected})
     results_schema(reader.schema, job)
     files = resolve_model(job.model.path, job.model.revision, with_weights=with_weights)
     config = load_config(files)
@@ -380,5 +382,10 @@ def merge_again(path: Path) -> MergeSummary:
         folder.check_fingerprint(
             folder.read()["fingerprint"] | {f"input file {name}": value for name, value in reader.fingerprint().items()}
         )
-        store = TokenStore.open(path / "tokens.arrow")
+        try:
+            store = TokenStore.open(path / "tokens.arrow")
+        except FileNotFoundError:
+            raise CorruptRunError(
+                f"{path}: tokens.arrow is not there, so the run's rows are not known; run the same job file again to go on"
+            ) from None
         return merge(reader, job, folder, np.sort(store.rows), job.sampling.n)

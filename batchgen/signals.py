@@ -46,3 +46,9 @@ class StopSignals:
         self.received = signal.Signals(number).name
         if not self._deferred:
             raise self._interrupted()
+
+
+def ignore_signals() -> None:
+    """For the end of a process whose work is done: what comes now must not make a failure of it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -95,3 +95,17 @@ def check_groups(step, state) -> None:  # type: ignore[no-untyped-def]
             assert covered[r] == begin
             covered[r] = int(stop)
     assert covered == g.private_start.tolist()
+
+
+def trie_edge_tokens(prompts: list[np.ndarray], block_size: int) -> int:
+    """Brute force over prefixes as tuples: a full block counts once, a partial one always, and a prompt's last token is
+    computed again where all its blocks are known. Sorted order, so a prompt comes before its extensions."""
+    seen: set[tuple[int, ...]] = set()
+    total = 0
+    for prompt in sorted(tuple(p.tolist()) for p in prompts):
+        cached = 0
+        while cached + block_size < len(prompt) and prompt[: cached + block_size] in seen:
+            cached += block_size
+        total += len(prompt) - cached
+        seen |= {prompt[:n] for n in range(block_size, len(prompt) + 1, block_size)}
+    return total

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_device import trie_edge_tokens
+from toy import make_toy_model
+from toy_engine import ORDERS, Oracle, ToyEngine, tree_of_prompts
 
 from batchgen.engine.sampler import SamplingConfig, sample
 from batchgen.records import FinishReason
-from tests.engine.test_scheduler import trie_edge_tokens
-from tests.engine.toy_engine import ORDERS, Oracle, ToyEngine, tree_of_prompts
-from tests.toy import make_toy_model
 
 MAX_TOKENS = 12
 BLOCK_SIZES, BUDGETS, CAPS = (1, 4, 16), (3, 24, 2000), (1, 3, 32)

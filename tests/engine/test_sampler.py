@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from toy import make_toy_model
+from toy_engine import ToyEngine, tree_of_prompts
 
 from batchgen.engine.sampler import SamplingConfig, keep_top, philox, sample, uniforms
-from tests.engine.toy_engine import ToyEngine, tree_of_prompts
-from tests.toy import make_toy_model
 
 NUM_DRAWS = 20_000
 

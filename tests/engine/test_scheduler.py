@@ -89,26 +89,12 @@ def test_computed_prefill_tokens_are_the_trie_edges(seed: int, block_size: int) 
     cfg = config(max_num_batched_tokens=int(rng.choice([5, 64, 4096])), max_running_requests=int(rng.choice([1, 4, 40])))
     results, scheduler = fake.run(window, cfg, 5000)
     assert_right(prompts, results, cfg)
-    edges = trie_edge_tokens(prompts, block_size)
+    edges = fake.trie_edge_tokens(prompts, block_size)
     assert window.num_computed() == edges
     assert scheduler.stats.num_prefill == edges
     assert scheduler.stats.num_cached == sum(map(len, prompts)) - edges
     cached = {int(window.index[p]): c for p, c in enumerate(window.num_cached().tolist())}
     assert all(f.num_cached_tokens == cached[i] for (i, _), f in results.items())
-
-
-def trie_edge_tokens(prompts: list[np.ndarray], block_size: int) -> int:
-    """Brute force over prefixes as tuples: a full block counts once, a partial one always, and a prompt's last token is
-    computed again where all its blocks are known. Sorted order, so a prompt comes before its extensions."""
-    seen: set[tuple[int, ...]] = set()
-    total = 0
-    for prompt in sorted(tuple(p.tolist()) for p in prompts):
-        cached = 0
-        while cached + block_size < len(prompt) and prompt[: cached + block_size] in seen:
-            cached += block_size
-        total += len(prompt) - cached
-        seen |= {prompt[:n] for n in range(block_size, len(prompt) + 1, block_size)}
-    return total
 
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 15, 16, 17])
