@@ -16,7 +16,7 @@ from batchgen.bench.workloads import JOBS, RECIPES, Workload, load_workload
 from batchgen.errors import UsageError
 from batchgen.models.config import ModelConfig
 from tests.bench.moody import Moody
-from tests.toy import make_toy_model
+from toy import make_toy_model
 
 
 @pytest.fixture(scope="module")
