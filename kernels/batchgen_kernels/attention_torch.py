@@ -39,10 +39,13 @@ class BlockRange(NamedTuple):
     num_tokens: int
 
     def read(self, cache: torch.Tensor) -> torch.Tensor:
-        """cache [num_blocks, block_size, num_kv_heads, D] -> [num_tokens, num_kv_heads, D], a view where possible."""
+        """cache [num_blocks, block_size, num_kv_heads, D] -> [num_kv_heads, num_tokens, D], a view where possible."""
         if self.block_ids is None:
-            return cache.flatten(0, 1)[self.first_slot : self.first_slot + self.num_tokens]
-        return cache.index_select(0, self.block_ids).flatten(0, 1)[: self.num_tokens]
+            _, _, num_kv_heads, head_dim = cache.shape
+            _, token, head, _ = cache.stride()
+            offset = cache.storage_offset() + self.first_slot * token
+            return cache.as_strided((num_kv_heads, self.num_tokens, head_dim), (head, token, 1), offset)
+        return cache.index_select(0, self.block_ids).flatten(0, 1)[: self.num_tokens].transpose(0, 1)
 
 
 def block_range(blocks: torch.Tensor, num_tokens: int, block_size: int) -> BlockRange:
@@ -54,11 +57,11 @@ def block_range(blocks: torch.Tensor, num_tokens: int, block_size: int) -> Block
 
 
 class GroupLevel(NamedTuple):
-    """Groups with disjoint query ranges, merged together. `rows` is a slice if the ranges leave no gap."""
+    """Groups with disjoint query ranges, merged together. `tokens` is a slice if the ranges leave no gap."""
 
     queries: list[tuple[int, int]]  # token ranges
     keys: list[BlockRange]
-    rows: slice | torch.Tensor  # packed rows (token * G + g) of all ranges
+    tokens: slice | torch.Tensor  # of all ranges
 
 
 class Prefill(NamedTuple):
@@ -74,7 +77,7 @@ class DecodeBucket(NamedTuple):
     max_blocks: int
 
 
-def group_levels(metadata: AttentionMetadata, group_size: int) -> list[GroupLevel]:
+def group_levels(metadata: AttentionMetadata) -> list[GroupLevel]:
     """Split the groups into levels of disjoint query ranges, in the order in which they are given."""
     levels: list[list[int]] = []
     start, end = metadata.group_query_start.tolist(), metadata.group_query_end.tolist()
@@ -93,12 +96,12 @@ def group_levels(metadata: AttentionMetadata, group_size: int) -> list[GroupLeve
         for g in level:
             blocks = metadata.group_blocks[offsets[g] : offsets[g + 1]]
             keys.append(block_range(blocks, len(blocks) * metadata.block_size, metadata.block_size))
-        rows: slice | torch.Tensor
+        tokens: slice | torch.Tensor
         if all(a[1] == b[0] for a, b in itertools.pairwise(queries)):
-            rows = slice(queries[0][0] * group_size, queries[-1][1] * group_size)
+            tokens = slice(queries[0][0], queries[-1][1])
         else:
-            rows = torch.cat([torch.arange(a * group_size, b * group_size) for a, b in queries])
-        result.append(GroupLevel(queries, keys, rows))
+            tokens = torch.cat([torch.arange(a, b) for a, b in queries])
+        result.append(GroupLevel(queries, keys, tokens))
     return result
 
 
@@ -157,42 +160,59 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
     lse.copy_(total)
 
 
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of n tokens among themselves. query [num_kv_heads, G, n, D]; key, value [num_kv_heads, n, D].
+
+    Returns [num_kv_heads, G, n, D] and [num_kv_heads, G, n]. A value that is not finite spoils the tokens from it on, as
+    it must, but none before it: there its weight is 0, and 0 * NaN would be NaN.
+    """
+    shape = query.shape
+    finite = torch.isfinite(value).all(-1).all(0)
+    n = shape[2] if bool(finite.all()) else int(finite.int().argmin())
+    if n < shape[2]:
+        out, lse = query.new_full(shape, torch.nan), query.new_full(shape[:3], torch.nan, dtype=torch.float32)
+        if n:
+            out[:, :, :n], lse[:, :, :n] = causal_attention(query[:, :, :n], key[:, :n], value[:, :n], scale)
+        return out, lse
+    # the query heads of one key/value head see the same keys: expanded, not copied
+    k, v = key[:, None].expand(shape), value[:, None].expand(shape)
+    return flash_attention(query, k, v, is_causal=True, scale=scale)
+
+
 def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:
     """See attention_reference.plan_attention_reference for the contract of the plan and of its result."""
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group_size = num_q_heads // num_kv_heads
-    levels = group_levels(metadata, group_size)
+    levels = group_levels(metadata)
     prefill_list = prefills(metadata)
     decode_tokens, buckets = decode_buckets(metadata)
+    needs_packed = bool(levels) or any(p.context is not None for p in prefill_list)
 
     def run(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
         num_tokens = query.shape[0]
         by_head = query.view(num_tokens, num_kv_heads, group_size, head_dim)
-        packed = by_head.transpose(0, 1).reshape(num_kv_heads, num_tokens * group_size, head_dim)
-        out = torch.empty_like(packed, dtype=torch.float32)
-        lse = torch.empty(num_kv_heads, num_tokens * group_size, dtype=torch.float32)
-        out_by_token = out.view(num_kv_heads, num_tokens, group_size, head_dim)
-        lse_by_token = lse.view(num_kv_heads, num_tokens, group_size)
+        packed = by_head.transpose(0, 1).reshape(num_kv_heads, -1, head_dim) if needs_packed else query
+        out = torch.empty(by_head.shape, dtype=torch.float32)
+        lse = torch.empty(by_head.shape[:3], dtype=torch.float32)
 
-        def attend(rows: slice, keys: BlockRange) -> tuple[torch.Tensor, torch.Tensor]:
-            """Packed query rows against a whole key range: [num_kv_heads, rows, D] and [num_kv_heads, rows]."""
-            k, v = keys.read(key_cache).transpose(0, 1), keys.read(value_cache).transpose(0, 1)
-            part, part_lse = flash_attention(packed[None, :, rows], k[None], v[None], scale=scale)
-            return part[0], part_lse[0]
+        def attend(begin: int, end: int, keys: BlockRange) -> tuple[torch.Tensor, torch.Tensor]:
+            """Tokens [begin, end) against a whole key range: [num_kv_heads, tokens, G, D] and [num_kv_heads, tokens, G]."""
+            rows = packed[None, :, begin * group_size : end * group_size]
+            part, part_lse = flash_attention(rows, keys.read(key_cache)[None], keys.read(value_cache)[None], scale=scale)
+            shape = (num_kv_heads, end - begin, group_size)
+            return part.view(*shape, head_dim), part_lse.view(shape)
 
         for p in prefill_list:
             n = p.tokens.stop - p.tokens.start
-            k, v = p.keys.read(key_cache)[-n:], p.keys.read(value_cache)[-n:]
-            # batch = key/value heads, heads = the query heads of one: keys are expanded, not copied
-            shape = (num_kv_heads, group_size, n, head_dim)
-            k, v = k.transpose(0, 1)[:, None].expand(shape), v.transpose(0, 1)[:, None].expand(shape)
-            part, part_lse = flash_attention(by_head[p.tokens].permute(1, 2, 0, 3), k, v, is_causal=True, scale=scale)
-            out_by_token[:, p.tokens] = part.transpose(1, 2)
-            lse_by_token[:, p.tokens] = part_lse.transpose(1, 2)
+            k, v = p.keys.read(key_cache)[:, -n:], p.keys.read(value_cache)[:, -n:]
+            part, part_lse = causal_attention(by_head[p.tokens].permute(1, 2, 0, 3), k, v, scale)
+            out[p.tokens], lse[p.tokens] = part.permute(2, 0, 1, 3), part_lse.permute(2, 0, 1)
             if p.context is not None:
-                rows = slice(p.tokens.start * group_size, p.tokens.stop * group_size)
-                merge_into(out[:, rows], lse[:, rows], *attend(rows, p.context))
+                part, part_lse = attend(p.tokens.start, p.tokens.stop, p.context)
+                merge_into(out[p.tokens], lse[p.tokens], part.transpose(0, 1), part_lse.transpose(0, 1))
 
         if buckets:
             decode_queries = by_head.index_select(0, decode_tokens)
@@ -203,22 +223,20 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
                 v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
                 mask = b.mask.to(query.dtype).expand(-1, num_kv_heads, group_size, -1)
                 parts.append(flash_attention(decode_queries[b.requests], k, v, attn_mask=mask, scale=scale))
-            out_by_token.index_copy_(1, decode_tokens, cat([part for part, _ in parts], 0).transpose(0, 1).to(out.dtype))
-            lse_by_token.index_copy_(1, decode_tokens, cat([part for _, part in parts], 0).transpose(0, 1))
+            out.index_copy_(0, decode_tokens, cat([part for part, _ in parts], 0).to(out.dtype))
+            lse.index_copy_(0, decode_tokens, cat([part for _, part in parts], 0))
 
         for level in levels:
-            parts = [
-                attend(slice(begin * group_size, end * group_size), keys)
-                for (begin, end), keys in zip(level.queries, level.keys)
-            ]
-            part, part_lse = cat([part for part, _ in parts], 1), cat([part for _, part in parts], 1)
-            if isinstance(level.rows, slice):
-                merge_into(out[:, level.rows], lse[:, level.rows], part, part_lse)
+            parts = [attend(begin, end, keys) for (begin, end), keys in zip(level.queries, level.keys)]
+            part = cat([part for part, _ in parts], 1).transpose(0, 1)
+            part_lse = cat([part for _, part in parts], 1).transpose(0, 1)
+            if isinstance(level.tokens, slice):
+                merge_into(out[level.tokens], lse[level.tokens], part, part_lse)
             else:
-                some, some_lse = out[:, level.rows], lse[:, level.rows]
+                some, some_lse = out[level.tokens], lse[level.tokens]
                 merge_into(some, some_lse, part, part_lse)
-                out[:, level.rows], lse[:, level.rows] = some, some_lse
-        return out_by_token.transpose(0, 1).reshape(num_tokens, num_q_heads, head_dim).to(query.dtype)
+                out[level.tokens], lse[level.tokens] = some, some_lse
+        return out.view(num_tokens, num_q_heads, head_dim).to(query.dtype)
 
     return run
 
