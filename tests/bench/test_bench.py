@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from moody import Moody
+from toy import make_toy_model
 
 from batchgen.bench import __main__ as bench
 from batchgen.bench.peers import counted_hits
@@ -15,8 +17,6 @@ from batchgen.bench.systems import SystemFailed, SystemProcess, first_difference
 from batchgen.bench.workloads import JOBS, RECIPES, Workload, load_workload
 from batchgen.errors import UsageError
 from batchgen.models.config import ModelConfig
-from tests.bench.moody import Moody
-from toy import make_toy_model
 
 
 @pytest.fixture(scope="module")
