@@ -83,7 +83,8 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
             merged = merge(inputs.reader, job, folder, np.sort(store.rows), job.sampling.n)
             progress.close()
             summary = summarize(merged, result, progress.seconds)
-            write_atomically(folder.path / "summary.json", lambda f: f.write(json.dumps(summary, indent=2).encode()))
+            if result.num_answered or not folder.summary.exists():  # a run with nothing left to do keeps the figures
+                write_atomically(folder.summary, lambda f: f.write(json.dumps(summary, indent=2).encode()))
     for line in summary_lines(summary):
         progress.say(line)
     progress.say(f"results   {folder.results}")

@@ -5,6 +5,7 @@ job.json       the job as resolved, the fingerprint of all that changes answers,
 parts/         committed answers, in the order in which they were made
 commit.log     which parts count
 results/       the merged output, in input order
+summary.json   the figures of the last run that answered something
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class RunFolder:
         self.results = self.path / "results"
         self.commit_log = self.path / "commit.log"
         self.job_file = self.path / "job.json"
+        self.summary = self.path / "summary.json"
         self.lock_file = self.path / "LOCK"
         self._lock: int | None = None
 
