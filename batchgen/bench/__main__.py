@@ -133,8 +133,9 @@ class Limits:
     def __init__(self, cost: StaticCost, config: Any, linears: LinearSeconds, min_rows: int) -> None:
         self.cost, self.config, self.linears, self.min_rows = cost, config, linears, min_rows
 
-    def flops(self, workload: Workload) -> JobFlops:
-        return job_flops(self.cost, self.config, workload.window(), workload.max_tokens)
+    def flops(self, workload: Workload, run: Run) -> JobFlops:
+        window = workload.window()
+        return job_flops(self.cost, self.config, window, np.array([len(run.tokens[i]) for i in window.index]))
 
     def seconds(self, steps: list[list[int]]) -> float:
         """The matrix products of those steps ([tokens, sampled, how often]) alone, padding included."""
@@ -183,16 +184,16 @@ def measure(
 ) -> dict[str, Any]:
     window = workload.window()
     total, computed = workload.num_prompt_tokens, window.num_computed()
+    up_to = "up to " if workload.end_token_ids else ""
     print(
         f"\n{workload.name}: {workload.about}\n"
         f"  {len(window)} rows, {total:,} prompt tokens ({window.lengths.min()} to {window.lengths.max()} a row), "
-        f"{workload.max_tokens} out each; the plan computes {computed:,} ({1 - computed / total:.1%} less)",
+        f"{up_to}{workload.max_tokens} out each; the plan computes {computed:,} ({1 - computed / total:.1%} less)",
         flush=True,
     )
     facts: dict[str, Any] = {
         "rows": len(window),
         "prompt_tokens": total,
-        "output_tokens": workload.num_output_tokens,
         "max_tokens": workload.max_tokens,
         "planned_prefill": computed,
     }
@@ -211,8 +212,8 @@ def measure(
                     raise
                 systems[name]["error"] = str(e)
                 continue
-            if any(len(tokens) != workload.max_tokens for tokens in run.tokens):
-                systems[name]["error"] = f"not every row got {workload.max_tokens} tokens"
+            if not all(workload.is_whole(tokens) for tokens in run.tokens):
+                systems[name]["error"] = f"not every row got {workload.max_tokens} tokens or an end token"
                 continue
             systems[name].setdefault("all_seconds", []).append(run.seconds)
             runs[name] = run
@@ -222,7 +223,8 @@ def measure(
         systems[name] |= {
             "seconds": seconds,
             "prompt_tokens_per_second": total / seconds,
-            "output_tokens_per_second": workload.num_output_tokens / seconds,
+            "output_tokens": sum(map(len, run.tokens)),
+            "output_tokens_per_second": sum(map(len, run.tokens)) / seconds,
             "prefill_computed": run.num_prefill,
             **run.facts,
         }
@@ -308,7 +310,7 @@ def print_table(systems: dict[str, dict[str, Any]]) -> None:
 
 def explain(workload: Workload, run: Run, limits: Limits) -> dict[str, Any]:
     """batchgen's time against the matrix products of its own steps, and where the rest went."""
-    flops, alone = limits.flops(workload), limits.seconds(run.facts["steps"])
+    flops, alone = limits.flops(workload, run), limits.seconds(run.facts["steps"])
     best = max(limits.linears.gflops(limits.cost))
     print(
         f"  work:  {flops.linear / 1e12:.2f} TFLOP in matrix products, {flops.linear_without_sharing / 1e12:.2f} without "

@@ -68,13 +68,13 @@ class GenerateSystem:
         num_prefill = 0
         for start in range(0, len(order), self.batch_size):
             members = order[start : start + self.batch_size].tolist()
-            answers, padded = self._generate([workload.prompts[i] for i in members], workload.max_tokens)
+            answers, padded = self._generate([workload.prompts[i] for i in members], workload)
             num_prefill += padded
             for i, answer in zip(members, answers):
                 tokens[i] = answer
         return Run(time.perf_counter() - begin, tokens, num_prefill, {"batch_size": self.batch_size})
 
-    def _generate(self, prompts: list[np.ndarray], max_tokens: int) -> tuple[list[list[int]], int]:
+    def _generate(self, prompts: list[np.ndarray], workload: Workload) -> tuple[list[list[int]], int]:
         """The answers, and the prompt tokens computed, padding included."""
         from transformers import GenerationConfig
 
@@ -84,14 +84,15 @@ class GenerateSystem:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[row, longest - len(prompt) :] = 1
-        config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        ends = list(workload.end_token_ids) or None
+        config = GenerationConfig(max_new_tokens=workload.max_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0)
         with torch.inference_mode():
             output = self.model.generate(ids, attention_mask=mask, generation_config=config)
-        return output[:, longest:].tolist(), ids.numel()
+        return [workload.up_to_end(row) for row in output[:, longest:].tolist()], ids.numel()
 
     def one_by_one(self, workload: Workload) -> list[list[int]]:
         """The oracle: one prompt at a time, nothing padded."""
-        return [self._generate([prompt], workload.max_tokens)[0][0] for prompt in workload.prompts]
+        return [self._generate([prompt], workload)[0][0] for prompt in workload.prompts]
 
     def logit_gap(self, ids: np.ndarray, a: int, b: int) -> float:
         """How far the logits of tokens a and b lie apart after `ids`; infinite if another token is well above both."""
@@ -130,7 +131,8 @@ class ContinuousBatchingSystem:
             allow_block_sharing=True,
             auto_switch_to_flash=False,  # there is none for CPUs
         )
-        generation = GenerationConfig(max_new_tokens=workload.max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        ends = list(workload.end_token_ids) or -1
+        generation = GenerationConfig(max_new_tokens=workload.max_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0)
         with counted_hits() as hits:
             results = self.model.generate_batch(
                 [p.tolist() for p in workload.prompts],
@@ -144,7 +146,7 @@ class ContinuousBatchingSystem:
             raise RuntimeError(failed[0])
         if len(answers) != len(workload.prompts):
             raise RuntimeError(f"generate_batch answered {len(answers)} of {len(workload.prompts)} rows")
-        tokens = [list(r.generated_tokens) for r in answers]
+        tokens = [workload.up_to_end(list(r.generated_tokens)) for r in answers]
         num_prefill = workload.num_prompt_tokens - sum(hits)
         return Run(seconds, tokens, num_prefill, {"concurrency": self.concurrency, "num_blocks": config.num_blocks})
 

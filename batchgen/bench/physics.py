@@ -50,19 +50,20 @@ def static_cost(config: ModelConfig, dtype: torch.dtype) -> StaticCost:
 
 
 class JobFlops(NamedTuple):
-    """Floating-point operations of a workload whose rows all give `max_tokens` tokens."""
+    """Floating-point operations of a workload, once its answers are known."""
 
     linear: int
     linear_without_sharing: int
     attention: int
 
 
-def job_flops(cost: StaticCost, config: ModelConfig, window: Window, max_tokens: int) -> JobFlops:
-    rows, decoded = len(window), len(window) * (max_tokens - 1)
-    head = cost.flops_per_sampled_token * rows * max_tokens
+def job_flops(cost: StaticCost, config: ModelConfig, window: Window, num_outputs: np.ndarray) -> JobFlops:
+    """num_outputs: [n] int64, tokens generated for each row of the window."""
+    decoded = int((num_outputs - 1).sum())
+    head = cost.flops_per_sampled_token * int(num_outputs.sum())
     lengths, cached = window.lengths.astype(np.int64), window.num_cached().astype(np.int64)
     context = (lengths * (lengths + 1) - cached * (cached + 1)) // 2  # of the prompt tokens to compute
-    context += (max_tokens - 1) * lengths + max_tokens * (max_tokens - 1) // 2
+    context += (num_outputs - 1) * lengths + num_outputs * (num_outputs - 1) // 2
     return JobFlops(
         cost.flops_per_token * (window.num_computed() + decoded) + head,
         cost.flops_per_token * (int(lengths.sum()) + decoded) + head,

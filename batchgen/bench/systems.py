@@ -88,6 +88,7 @@ class BatchgenSystem:
             max_running_requests=size.max_running_requests,
             max_model_len=self.config.max_supported_len,
             max_tokens=workload.max_tokens,
+            eos_token_ids=frozenset(workload.end_token_ids),
             prefix_groups=self.ops.shares_prefix_reads,
         )
         finished = engine.generate(

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchgen.errors import UsageError
 from batchgen.job import load_job
+from batchgen.models.loader import eos_token_ids
 from batchgen.plan.window import plan_window
 from batchgen.records import Window
 from batchgen.report.progress import Progress
@@ -29,13 +30,22 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts in file order; every row gets exactly `max_tokens` tokens, end tokens or not."""
+    """Prompts in file order. A row ends at the first of `end_token_ids`, or with `max_tokens` tokens."""
 
     name: str
     about: str
     prompts: list[np.ndarray]  # int32 ids
     row_keys: np.ndarray  # [n] uint64
     max_tokens: int
+    end_token_ids: tuple[int, ...] = ()  # none: every row gets exactly max_tokens tokens
+
+    def up_to_end(self, answer: list[int]) -> list[int]:
+        """`answer` without what follows its first end token: a static batch pads the rows that are done."""
+        ends = [i for i, token in enumerate(answer) if token in self.end_token_ids]
+        return answer[: ends[0] + 1] if ends else answer
+
+    def is_whole(self, answer: list[int]) -> bool:
+        return len(answer) == self.max_tokens or (len(answer) > 0 and answer[-1] in self.end_token_ids)
 
     def window(self) -> Window:
         """The plan of all rows."""
@@ -45,10 +55,6 @@ class Workload:
     @property
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.prompts) * self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Recipe:
     quick_rows: int
     max_tokens: int
     quick_max_tokens: int
+    natural_end: bool  # whether rows end where the model ends them, as a chat does
 
 
 def _docqa(jobs: Path, rows: int) -> list[str]:
@@ -83,9 +90,11 @@ def _no_sharing(jobs: Path, rows: int) -> list[str]:
 
 
 RECIPES = {
-    "docqa": Recipe("6 questions on each of some documents, shuffled, as a chat", "demo.yaml", _docqa, 120, 30, 48, 32),
-    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 48, 16, 64, 32),
-    "no-sharing": Recipe("the bare questions: nothing in common", "eval.yaml", _no_sharing, 96, 32, 64, 32),
+    "docqa": Recipe(
+        "6 questions on each of some documents, shuffled, as a chat", "demo.yaml", _docqa, 120, 30, 48, 32, True
+    ),
+    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 48, 16, 64, 32, False),
+    "no-sharing": Recipe("the bare questions: nothing in common", "eval.yaml", _no_sharing, 96, 32, 64, 32, False),
 }
 
 
@@ -108,4 +117,5 @@ def load_workload(
         prompts = [store.tokens(i).copy() for i in range(store.num_rows)]
         keys = store.row_keys.copy()
     limit = max_tokens or (recipe.quick_max_tokens if quick else recipe.max_tokens)
-    return Workload(name, recipe.about, prompts, keys, limit)
+    ends = tuple(sorted(eos_token_ids(inputs.files))) if recipe.natural_end else ()
+    return Workload(name, recipe.about, prompts, keys, limit, ends)

@@ -14,7 +14,7 @@ from batchgen.records import Window
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_MEMORY_SHARE = 0.5  # of what is available after the weights
 GPU_MEMORY_SHARE = 0.85
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 8192
 CPU_RUNNING, GPU_RUNNING = 128, 1024
 
 

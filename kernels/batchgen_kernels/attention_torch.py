@@ -17,6 +17,7 @@ masked scores are computed before they are dropped. write_kv_torch sees to it; t
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -169,9 +170,10 @@ def causal_attention(
     it must, but none before it: there its weight is 0, and 0 * NaN would be NaN.
     """
     shape = query.shape
-    finite = torch.isfinite(value).all(-1).all(0)
-    n = shape[2] if bool(finite.all()) else int(finite.int().argmin())
-    if n < shape[2]:
+    # one cheap pass; which token it was is asked only if the sum is not finite
+    finite = None if math.isfinite(value.sum(dtype=torch.float32)) else torch.isfinite(value).all(-1).all(0)
+    if finite is not None and not bool(finite.all()):
+        n = int(finite.int().argmin())
         out, lse = query.new_full(shape, torch.nan), query.new_full(shape[:3], torch.nan, dtype=torch.float32)
         if n:
             out[:, :, :n], lse[:, :, :n] = causal_attention(query[:, :, :n], key[:, :n], value[:, :n], scale)

@@ -87,7 +87,7 @@ def test_flops_by_hand():
     cost = static_cost(config, torch.float32)
     assert cost.layer_parameters == 2 * (8 * (2 + 2) * 4 + 8 * 8 + 3 * 8 * 4) and cost.head_parameters == 80
     assert cost.kv_bytes_per_token == 2 * 2 * 1 * 4 * 4
-    flops = job_flops(cost, config, toy_workload([3, 2]).window(), 3)
+    flops = job_flops(cost, config, toy_workload([3, 2]).window(), np.array([3, 3]))
     assert flops.linear == flops.linear_without_sharing == 2 * cost.layer_parameters * (5 + 4) + 2 * 80 * 6
     contexts = (1 + 2 + 3) + (4 + 5) + (1 + 2) + (3 + 4)  # prompt and decoded tokens of each row see themselves too
     assert flops.attention == 4 * 2 * 2 * 4 * contexts
