@@ -44,7 +44,7 @@ class Candidate:
 
 
 class Scheduler:
-    """Drives one window through one pool. `schedule` and `update` alternate until `done`."""
+    """Drives one window through one pool. `schedule` and `update` alternate until `done`; take_rejected after each."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, window: Window) -> None:
         self.config, self.pool, self.window = config, pool, window
