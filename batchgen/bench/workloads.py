@@ -93,7 +93,7 @@ RECIPES = {
     "docqa": Recipe(
         "6 questions on each of some documents, shuffled, as a chat", "demo.yaml", _docqa, 120, 30, 48, 32, True
     ),
-    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 48, 16, 64, 32, False),
+    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 96, 16, 64, 32, False),
     "no-sharing": Recipe("the bare questions: nothing in common", "eval.yaml", _no_sharing, 96, 32, 64, 32, False),
 }
 
