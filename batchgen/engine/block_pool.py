@@ -221,5 +221,4 @@ class BlockPool:
             assert self.num_children[b] == sum(1 for c in cached if self.depth[c] and self.parent[c] == b)
             assert self.ref_count[b] or self.remaining_uses[b] or self.num_children[b], f"block {b} is kept for nobody"
         num_held = int((self.ref_count > 0).sum())
-        num_kept = sum(1 for b in cached if self.ref_count[b] == 0)
-        assert self._num_free + num_held + num_kept == self.num_usable, "a block is in no state"
+        assert self._num_free + num_held + self.num_kept == self.num_usable, "a block is in no state"

@@ -27,16 +27,16 @@ class Progress:
             self._bar.clear()
         print(text, file=self.stream, flush=True)
 
-    def phase(self, name: str, total: int | None = None, unit: str = "tok", done: int = 0) -> None:
-        """Begin a phase (and end the one before). total and done: in `unit`s; a resumed run starts at `done`."""
+    def phase(self, name: str, total: int | None = None, unit: str = "tok") -> None:
+        """Begin a phase (and end the one before). total: in `unit`s."""
         self.close()
         self._phase, self._began = name, time.perf_counter()
         self._last_line = self._began
         self._bar = tqdm(
-            total=total, initial=done, unit=unit, desc=name, file=self.stream, dynamic_ncols=True, leave=False,
+            total=total, unit=unit, desc=name, file=self.stream, dynamic_ncols=True, leave=False,
             unit_scale=True, disable=not self.on_terminal, smoothing=0.1,
         )  # fmt: skip
-        self._num_done, self._unit = done, unit
+        self._num_done, self._unit = 0, unit
 
     def update(self, n: int, facts: str = "", total: int | None = None) -> None:
         """n more units are done. facts: short text behind the bar. total: a better estimate of the whole."""
