@@ -275,6 +275,13 @@ def test_a_second_process_is_refused_while_one_works(long_job: Path, here: Path,
     assert "nobody works on it" in server.run("status", "out", cwd=here).stdout
 
 
+def timed_run(server: WarmServer, *args: str | Path, cwd: Path) -> float:
+    """Seconds that an uninterrupted run takes on this machine, so that moments can be told as shares of it."""
+    began = time.monotonic()
+    assert server.run("run", *args, cwd=cwd).code == 0
+    return time.monotonic() - began
+
+
 def stop_at(process: Process, seconds: float, number: signal.Signals, twice: bool) -> int:
     """Its exit code; the clock begins where a program can catch signals."""
     if process.wait_until(lambda: catches_signals(process.pid)):
@@ -295,10 +302,10 @@ def test_a_signal_at_any_moment_ends_with_75_and_the_next_run_finishes(
     number: signal.Signals, twice: bool, long_job: Path, here: Path, server: WarmServer
 ) -> None:
     """Opening, tokenizing, loading, running, merging: what has finished is safe, and nothing is answered twice."""
-    assert server.run("run", long_job, "--set", "output.path=whole", cwd=here).code == 0
-    moments = np.random.default_rng(number * 2 + twice).uniform(0.0, 1.2, 5)
-    codes = [stop_at(server.start("run", long_job, cwd=here), float(s), number, twice) for s in moments]
-    assert set(codes) <= {75, 0} and 75 in codes, codes
+    one_run = timed_run(server, long_job, "--set", "output.path=whole", cwd=here)
+    shares = [0.0, *sorted(np.random.default_rng(number * 2 + twice).uniform(0.0, 1.0, 4))]  # the first cannot come late
+    codes = [stop_at(server.start("run", long_job, cwd=here), float(s) * one_run, number, twice) for s in shares]
+    assert set(codes) <= {75, 0} and codes[0] == 75, codes
     assert server.run("run", long_job, cwd=here).code == 0
     assert answers(here / "out") == answers(here / "whole")
 
@@ -306,12 +313,12 @@ def test_a_signal_at_any_moment_ends_with_75_and_the_next_run_finishes(
 def test_rows_that_had_ended_are_committed_by_the_signal(long_job: Path, here: Path, server: WarmServer) -> None:
     """Also with a commit interval that would not have come for long; the next run does only the rest."""
     never = ("--set", "output.commit_rows=1000", "--set", "output.commit_seconds=1000")
-    assert server.run("run", long_job, "--set", "output.path=whole", cwd=here).code == 0
-    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):  # until it is in the middle, however fast this machine is
-        out = here / f"after-{seconds}"
+    one_run = timed_run(server, long_job, "--set", "output.path=whole", cwd=here)
+    for attempt, share in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.6) * 3):  # until it is in the middle
+        out = here / f"after-{attempt}"
         process = server.start("run", long_job, *never, "--set", f"output.path={out.name}", cwd=here)
         assert process.wait_until(lambda process=process: "engine:" in process.stderr.read_text())
-        time.sleep(seconds)
+        time.sleep(share * one_run)
         process.send(signal.SIGTERM)
         process.wait()
         status = json.loads(server.run("status", out.name, "--json", cwd=here).stdout)
