@@ -15,16 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from batchgen_kernels import select_ops
-from batchgen_kernels.cases import (
-    CASES,
-    add_rms_norm_case,
-    plan_attention_case,
-    relative_error,
-    rms_norm_case,
-    rotary_embedding_case,
-    silu_and_mul_case,
-    tolerance,
-)
+from batchgen_kernels.cases import CASES
+from batchgen_kernels.cases.attention import plan_attention_case
+from batchgen_kernels.cases.case import relative_error, tolerance
+from batchgen_kernels.cases.elementwise import add_rms_norm_case, rms_norm_case, rotary_embedding_case, silu_and_mul_case
 from batchgen_kernels.registry import OPS, load
 
 from batchgen.engine.engine import Engine

@@ -8,7 +8,8 @@ from batchgen_kernels import kv_cache, paged_decode, paged_prefill
 from batchgen_kernels._triton import interpreting
 from batchgen_kernels.attention_reference import plan_attention_reference
 from batchgen_kernels.attention_triton import plan_attention_triton
-from batchgen_kernels.cases import TOLERANCE, paged_inputs, relative_error
+from batchgen_kernels.cases.attention import paged_inputs
+from batchgen_kernels.cases.case import TOLERANCE, relative_error
 from batchgen_kernels.launch import Launch
 from batchgen_kernels.merge_states import merge_states_reference, merge_states_torch, merge_states_triton
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from batchgen_kernels import kv_cache, merge_states, rms_norm, rotary
 from batchgen_kernels._triton import interpreting
-from batchgen_kernels.cases import CASES, TOLERANCE, relative_error, tolerance, write_kv_case
+from batchgen_kernels.cases import CASES
+from batchgen_kernels.cases.cache import write_kv_case
+from batchgen_kernels.cases.case import TOLERANCE, relative_error, tolerance
 from batchgen_kernels.registry import OPS, load
 
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"

@@ -5,6 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))  # --import-mode=importlib leaves it out
 
 # the interpreter takes the place of @triton.jit when triton is imported, so nothing could be compiled in that process
@@ -14,6 +16,20 @@ collect_ignore_glob = ["test_*.py"] if os.environ.get("TRITON_INTERPRET") == "1"
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
 
 TABLE: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def table():
+    """Adds a line to the table at the end of the run."""
+
+    def add(kernel, what, r):
+        TABLE.append(
+            f"{kernel:25} {what:38} {r['registers']:4} registers {r['spills']:4} spills "
+            f"{r['shared']:7} of {r['shared_limit']} shared {r['wide_loads']:4} of {r['loads']:3} loads wide, "
+            f"in flight {r['async_waits'] or '-'}, {r['mma'] or '-'}"
+        )
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter):

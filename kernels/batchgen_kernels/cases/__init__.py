@@ -1,0 +1,28 @@
+"""Inputs of every op, for tests and benches alike: `CASES[op](dtype, device)` gives small, mean cases.
+
+A case knows how to make its arguments (the same ones each time, so that an in-place op can be run on fresh copies), how to
+call an implementation with them, and what to compare. Benches use the same `*_case` functions with the sizes of a model.
+
+Mean means: sizes that no tile divides, strided views, NaN wherever nothing may be read, sentinels wherever nothing may be
+written, block ids in random order, block tables as tight as they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from batchgen_kernels.cases import attention, cache, elementwise
+from batchgen_kernels.cases.case import Case
+
+CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
+    "rms_norm": elementwise.rms_norm_cases,
+    "add_rms_norm": elementwise.add_rms_norm_cases,
+    "rotary_embedding": elementwise.rotary_embedding_cases,
+    "silu_and_mul": elementwise.silu_and_mul_cases,
+    "write_kv": cache.write_kv_cases,
+    "copy_blocks": cache.copy_blocks_cases,
+    "merge_states": attention.merge_states_cases,
+    "plan_attention": attention.plan_attention_cases,
+}

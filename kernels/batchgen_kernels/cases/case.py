@@ -1,0 +1,50 @@
+"""What a case is, and how far its result may be from the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# ||out - reference|| / ||reference|| that two or three roundings to the dtype explain (one is about 0.4 of 2^-24, 2^-11
+# or 2^-8): torch's ops round between steps, attention rounds the probabilities, and float32 sums in another order.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 7e-4, torch.bfloat16: 5e-3}
+MOVES_DATA = ("write_kv", "copy_blocks")
+
+
+def tolerance(op: str, implementation: str, dtype: torch.dtype) -> float:
+    """The relative error that this implementation of an op may have.
+
+    Ops that only move data are exact. The Triton ops compute in float32 and round where the reference rounds, so that in a
+    16-bit dtype only a rare last digit may differ; attention is the exception.
+    """
+    if op in MOVES_DATA:
+        return 0.0
+    if implementation == "triton" and op != "plan_attention" and dtype.itemsize == 2:
+        return TOLERANCE[dtype] / 10
+    return TOLERANCE[dtype]
+
+
+class Case(NamedTuple):
+    label: str
+    make: Callable[[], tuple[Any, ...]]  # fresh arguments
+    call: Callable[[Any, tuple[Any, ...]], list[torch.Tensor]]  # (implementation, arguments) -> tensors to compare
+
+    def run(self, implementation: Any) -> list[torch.Tensor]:
+        return self.call(implementation, self.make())
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected||; infinite where one has a NaN or an infinity and the other hasn't the same."""
+    out, expected = out.double(), expected.double()
+    finite = expected.isfinite()
+    if not torch.equal(out.isfinite(), finite) or not torch.equal(out[~finite].nan_to_num(), expected[~finite].nan_to_num()):
+        return float("inf")
+    out, expected = out[finite], expected[finite]
+    return float((out - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int, device: str) -> torch.Tensor:
+    """Standard normal values, the same ones each time and on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)

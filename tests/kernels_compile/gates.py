@@ -1,0 +1,23 @@
+"""What the compiler can be held to, for every target."""
+
+import torch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TARGETS = {"sm_80": ("cuda", 80), "sm_90": ("cuda", 90), "sm_100": ("cuda", 100), "gfx942": ("hip", "gfx942")}
+ELSEWHERE = ("cuda", 86)  # an architecture without rows of its own
+# the matrix instruction of a tile of 64 rows and more, and of a smaller one
+LARGE_MMA = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "MFMA", "sm_86": "HMMA"}
+SMALL_MMA = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_100": "HMMA", "gfx942": "MFMA", "sm_86": "HMMA"}
+
+
+def assert_sound(r, spills=0):
+    assert r["spills"] <= spills, r
+    assert r["shared"] <= r["shared_limit"], r
+    assert r["wide_loads"] > 0, r  # 128 bits; what else is loaded are block ids, lengths and offsets
+
+
+def assert_copies_in_flight(r, launched):
+    """Copies of later tiles are under way while a tile computes: in each loop, for every wait, unless it has two stages."""
+    assert r["async_waits"], r
+    if launched.num_stages > 2:
+        assert min(r["async_waits"]) > 0, r
