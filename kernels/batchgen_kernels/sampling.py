@@ -292,8 +292,8 @@ def load_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weight_kernel(x, top, inverse_temperature):
-    y = tl.maximum(tl.fma(x, inverse_temperature, -top) * 1.442695, -62.0)
+def weight_kernel(x, minus_top, inverse_temperature):
+    y = tl.maximum(tl.fma(x, inverse_temperature, minus_top) * 1.442695, -62.0)
     whole = tl.floor(y)
     mantissa = (exp2_series_kernel(y - whole, fma_kernel) * 8388608.0).to(tl.int32).to(tl.int64)
     return (mantissa << 17) >> (-whole).to(tl.int64)
@@ -301,7 +301,7 @@ def weight_kernel(x, top, inverse_temperature):
 
 @triton.jit
 def search_threshold(
-    row_ptr, vocab, low, high, target, top, inverse_temperature, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, vocab, low, high, target, minus_top, inverse_temperature, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The largest key t in [low, high) for which the logits with key >= t sum to target: of weights, or of ones.
@@ -326,7 +326,7 @@ def search_threshold(
             x, key = load_logits(row_ptr, start, vocab, BLOCK)
             if tl.max(key, 0) >= low:
                 if WEIGHTED:
-                    weight = weight_kernel(x, top, inverse_temperature)
+                    weight = weight_kernel(x, minus_top, inverse_temperature)
                 else:
                     weight = tl.full([BLOCK], 1, tl.int64)
                 sums += tl.where(key[:, None] >= pivot.to(tl.int32)[None, :], weight[:, None], 0)
@@ -378,19 +378,19 @@ def threshold_kernel(
         if low <= last:  # else nothing is finite
             inverse_temperature = tl.div_rn(1.0, temperature)
             largest = order_value(last)
-            top = largest * inverse_temperature
+            minus_top = -largest * inverse_temperature
             if (top_k > 0) & (top_k < vocab):
                 low = search_threshold(
-                    row_ptr, vocab, low, last + 1, top_k.to(tl.int64), top, inverse_temperature, False, BLOCK, PIVOTS
+                    row_ptr, vocab, low, last + 1, top_k.to(tl.int64), minus_top, inverse_temperature, False, BLOCK, PIVOTS
                 )
             if top_p < 1.0:
                 mass = tl.zeros([BLOCK], tl.int64)
                 for start in range(0, vocab, BLOCK):
                     x, key = load_logits(row_ptr, start, vocab, BLOCK)
-                    mass += tl.where(key >= low, weight_kernel(x, top, inverse_temperature), 0)
+                    mass += tl.where(key >= low, weight_kernel(x, minus_top, inverse_temperature), 0)
                 target = (tl.sum(mass, 0).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
                 low = search_threshold(
-                    row_ptr, vocab, low, last + 1, tl.maximum(target, 1), top, inverse_temperature, True, BLOCK, PIVOTS
+                    row_ptr, vocab, low, last + 1, tl.maximum(target, 1), minus_top, inverse_temperature, True, BLOCK, PIVOTS
                 )
             if min_p > 0.0:
                 cutoff = order_key(tl.fma(temperature, ln_kernel(min_p), largest)).to(tl.int64)

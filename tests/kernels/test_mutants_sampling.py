@@ -72,7 +72,7 @@ EDGES = (  # row, top-k, top-p: neighbouring floats, signs that differ, a nucleu
     "search",
     ("none", "", ""),
     ("order of negative logits", "bits >= 0, bits, -(bits & 0x7FFFFFFF))", "bits >= 0, bits, bits & 0x7FFFFFFF)"),
-    ("weights without temperature", "tl.fma(x, inverse_temperature, -top)", "(x - top)"),
+    ("weights without temperature", "tl.fma(x, inverse_temperature, minus_top)", "(x + minus_top)"),
     ("top-p over the whole row", "mass += tl.where(key >= low,", "mass += tl.where(key >= -2147483647,"),
     ("one survivor too many", "reached = tl.sum(sums, 0) >= target", "reached = tl.sum(sums, 0) > target"),
     ("search ends early", "while high - low > 1:", "while high - low > 4:"),
