@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from batchgen_kernels import sampling as kernels
+from batchgen_kernels import select_ops
 from toy import make_toy_model
 from toy_engine import ToyEngine, tree_of_prompts
 
-from batchgen.engine.sampler import SamplingConfig, keep_top, philox, sample_by_inversion, uniforms
+from batchgen.engine.sampler import SamplingConfig, keep_top, philox, sample, sample_by_inversion, uniforms
 
 NUM_DRAWS = 20_000
 
@@ -101,6 +103,53 @@ def test_a_nucleus_wider_than_the_first_candidates() -> None:
     keep_top(probabilities, 0, 0.5)
     assert abs(int((probabilities[0] > 0).sum()) - 1000) <= 1
     assert (probabilities[1] > 0).nonzero().flatten().tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (0, 1.0, 0.5, [0, 1, 2]),  # reached exactly: 0.2 of 0.4
+        (0, 1.0, 0.51, [0, 1]),
+        (0, 1.0, 1.0, [0]),
+        (0, 0.7, 0.3, [0, 1]),
+        (1, 1.0, 0.01, [0]),
+        (0, 1.0, 0.0, [0, 1, 2, 3]),
+    ],
+)
+def test_min_p_keeps_what_is_likely_enough_after_the_others(top_k: int, top_p: float, min_p: float, kept: list[int]) -> None:
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    keep_top(probabilities, top_k, top_p, min_p)
+    assert probabilities[0].nonzero().flatten().tolist() == kept
+    assert sorted(3 - i for i in probabilities[1].nonzero().flatten().tolist()) == kept
+
+
+def test_min_p_through_the_sampler() -> None:
+    p = np.array([0.4, 0.3, 0.2, 0.1])
+    ids = draw(torch.from_numpy(np.log(p)).float()[None], SamplingConfig(temperature=1.0, min_p=0.6))
+    assert set(ids.tolist()) == {0, 1} and chi_square(ids, np.array([4, 3]) / 7) < 15  # 1 degree of freedom: p = 1e-4
+
+
+def test_on_the_triton_backend_rows_are_drawn_by_the_kernels() -> None:
+    """The op gets what the configuration says, in the types it wants; and where nothing is filtered it is told so."""
+    logits = 3 * torch.randn(9, 300, generator=torch.Generator().manual_seed(2))
+    logits[4] = float("nan")
+    keys, index = np.arange(9, dtype=np.uint64) * np.uint64(2**61 + 5), np.arange(9, dtype=np.int64)
+    ops = select_ops("triton")
+    configs = (SamplingConfig(), SamplingConfig(0.9), SamplingConfig(0.8, 2**40, 0.9, 7, 0.1), SamplingConfig(0, 5))
+    for config in configs:
+        ids, finite = sample(logits, config, keys, index % 3, index, ops)
+        assert (ids.dtype, finite.tolist()) == (np.int32, [i != 4 for i in range(9)])
+        columns = zip(
+            (config.temperature, min(config.top_k, 2**31 - 1), config.top_p, config.min_p), (float, int, float, float)
+        )
+        values = [torch.full((9,), v, dtype=torch.int32 if t is int else torch.float32) for v, t in columns]
+        rows = torch.from_numpy(keys.view(np.int64)), torch.from_numpy(index % 3).int(), torch.from_numpy(index).int()
+        want, _ = kernels.sample_tokens_reference(logits, *values, *rows, config.seed)
+        assert ids.tolist() == want.tolist(), config
+        on_host, _ = sample_by_inversion(logits, config, keys, index % 3, index)
+        if config.temperature == 0:
+            assert np.array_equal(ids[finite], on_host[finite]), "greedy is the same everywhere"
+        assert np.array_equal(sample(logits, config, keys, index % 3, index, select_ops("torch"))[0], on_host)
 
 
 EDGES = [
