@@ -311,11 +311,11 @@ def search_threshold(
     fraction = (tl.arange(0, PIVOTS) + 1).to(tl.int64)
     passes = 0
     while high - low > 1:
-        if passes % 2 == 0:  # quick where logits are spread evenly, but slow to close in on a zero
+        if passes % 4 < 3:  # quick where logits are spread evenly, but slow to close in on a zero
             bottom = order_value(low).to(tl.float64)
             width = order_value(high).to(tl.float64) - bottom
             pivot = order_key((bottom + width * (fraction.to(tl.float64) / (PIVOTS + 1))).to(tl.float32)).to(tl.int64)
-        else:  # never more than 32 / log2(PIVOTS + 1) of these
+        else:  # a share of the keys that are left, wherever they are
             pivot = low + (high - low) * fraction // (PIVOTS + 1)
         passes += 1
         pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
