@@ -13,22 +13,26 @@ from __future__ import annotations
 import torch
 
 from batchgen_kernels._triton import tl, triton
+from batchgen_kernels.attention_options import NO_OPTIONS, AttentionOptions, check_options
 from batchgen_kernels.launch import Launch, current_architecture, padded_head_dim, prefill_launch
 from batchgen_kernels.paged_tile import (
+    INDEX_TENSORS,
     LOG2E,
     MAX_TILE_HEADS,
-    attend_tile,
+    attend_range,
+    cache_bytes,
     check_attention_inputs,
     check_index_tensors,
     dot_precision,
     finish_rows,
-    tile_block_ids,
+    first_state,
+    option_scalars,
 )
 
 
 @triton.jit(
-    do_not_specialize=["stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "seq_lens_ptr", "kv_start_ptr", "requests_ptr"],
+    do_not_specialize=["stride_table", "window"],
+    do_not_specialize_on_alignment=INDEX_TENSORS,
 )
 def paged_prefill_kernel(
     q_ptr,
@@ -41,7 +45,15 @@ def paged_prefill_kernel(
     seq_lens_ptr,
     kv_start_ptr,
     requests_ptr,
+    sinks_ptr,  # [num_q_heads] float32, natural, or None
+    key_scale_ptr,  # float32, for caches of e4m3 bytes, or None
+    value_scale_ptr,
     scale_log2,
+    cap_log2,  # or None
+    window,  # or None
+    stride_scale_block,
+    stride_scale_slot,
+    stride_scale_head,
     stride_q_token,
     stride_q_head,
     stride_out_token,
@@ -72,7 +84,7 @@ def paged_prefill_kernel(
     if first_token >= query_len:
         return
     num_computed = tl.load(seq_lens_ptr + request) - query_len
-    kv_start = tl.load(kv_start_ptr + request)
+    begin = tl.load(kv_start_ptr + request)
 
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, PADDED_DIM)
@@ -86,32 +98,31 @@ def paged_prefill_kernel(
     q_tile = q_ptr + q_row[:, None] * stride_q_token + head[:, None] * stride_q_head + dim[None, :]
     q = tl.load(q_tile, mask=cell_ok, other=0.0)
 
-    k_ptr += kv_head.to(tl.int64) * stride_kv_head
-    v_ptr += kv_head.to(tl.int64) * stride_kv_head
-    table_row = table_ptr + request * stride_table
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-
     key_end = num_computed + tl.minimum(first_token + BLOCK_Q, query_len)  # the last row's own position, plus one
-    seen_by_all = num_computed + first_token + 1
-    full_end = kv_start + tl.maximum(seen_by_all - kv_start, 0) // BLOCK_N * BLOCK_N
-    block_ids = tile_block_ids(table_row, kv_start, key_end, BLOCK_SIZE, BLOCK_N)
-    for first_key in range(kv_start, full_end, BLOCK_N):
-        next_ids = tile_block_ids(table_row, first_key + BLOCK_N, key_end, BLOCK_SIZE, BLOCK_N)
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, first_key, key_end, position, scale_log2,
-            stride_block, stride_slot, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION, MASKED=False,
-        )  # fmt: skip
-        block_ids = next_ids
-    for first_key in range(full_end, key_end, BLOCK_N):
-        next_ids = tile_block_ids(table_row, first_key + BLOCK_N, key_end, BLOCK_SIZE, BLOCK_N)
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, first_key, key_end, position, scale_log2,
-            stride_block, stride_slot, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION, MASKED=True,
-        )  # fmt: skip
-        block_ids = next_ids
+    first_position = num_computed + first_token
+    if window is None:
+        key_begin = None
+        full_begin = begin
+    else:  # the first row sees keys from key_begin on, and every row those from last_begin on
+        key_begin = tl.maximum(first_position - window + 1, begin)
+        last_begin = tl.maximum(key_end - window, begin)
+        full_begin = begin + tl.cdiv(last_begin - begin, BLOCK_N) * BLOCK_N
+        begin += (key_begin - begin) // BLOCK_N * BLOCK_N
+    full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    full_begin = tl.minimum(full_begin, full_end)
 
+    kv_head = kv_head.to(tl.int64)
+    cache = (k_ptr + kv_head * stride_kv_head, v_ptr + kv_head * stride_kv_head, stride_block, stride_slot)
+    if key_scale_ptr is None:
+        scales = None
+    else:
+        scale_at = kv_head * stride_scale_head
+        scales = (key_scale_ptr + scale_at, value_scale_ptr + scale_at, stride_scale_block, stride_scale_slot)
+    acc, row_max, row_sum = first_state(sinks_ptr, head, row_ok, BLOCK_M, PADDED_DIM)
+    acc, row_max, row_sum = attend_range(
+        q, acc, row_max, row_sum, cache, scales, table_ptr + request * stride_table, begin, full_begin, full_end,
+        key_begin, key_end, position, window, scale_log2, cap_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
     out, lse = finish_rows(acc, row_max, row_sum)
     out_tile = out_ptr + q_row[:, None] * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
     tl.store(out_tile, out.to(out_ptr.dtype.element_ty), mask=cell_ok)
@@ -134,6 +145,7 @@ def paged_prefill(
     lse: torch.Tensor | None = None,
     launch: Launch | None = None,
     check: bool = True,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> None:
     """Writes `out` (and `lse`) for the query tokens of the given requests; other rows are left alone.
 
@@ -143,6 +155,7 @@ def paged_prefill(
     """
     if check:
         check_attention_inputs("paged_prefill", query, key_cache, value_cache, out, lse)
+        check_options("paged_prefill", query, key_cache, options)
         check_index_tensors("paged_prefill", block_table, query_start, seq_lens, kv_start, requests)
     num_requests = requests.shape[0]
     if num_requests == 0 or max_query_len == 0:
@@ -158,8 +171,9 @@ def paged_prefill(
         num_requests,
     )
     paged_prefill_kernel[grid](
-        query, key_cache, value_cache, out, lse, block_table, query_start, seq_lens, kv_start, requests, scale * LOG2E,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        query, cache_bytes(key_cache), cache_bytes(value_cache), out, lse,
+        block_table, query_start, seq_lens, kv_start, requests, options.sinks, options.key_scale, options.value_scale,
+        scale * LOG2E, *option_scalars(options), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_head_dim(head_dim),
         BLOCK_SIZE=block_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, PRECISION=dot_precision(query.dtype),
