@@ -116,8 +116,9 @@ def attend_tile(
         else:
             # A value that is not finite must not reach the rows that do not see it as 0 * NaN: the product gets 0 for it,
             # and the rows that do see it get NaN through the score of its key.
-            spoiled = tl.sum(v.to(tl.float32) * 0.0, 1)
-            v = tl.where(v.to(tl.float32) * 0.0 == 0.0, v, 0.0)
+            zero = v * 0.0
+            spoiled = tl.sum(zero.to(tl.float32), 1)
+            v = tl.where(zero == 0.0, v, 0.0)
             if scales is not None:
                 spoiled += value_scale * 0.0
                 value_scale = tl.where(value_scale * 0.0 == 0.0, value_scale, 0.0)
