@@ -28,6 +28,11 @@ class AttentionOptions(NamedTuple):
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
 
+    @property
+    def used(self) -> tuple[bool, ...]:
+        """Which of them are on."""
+        return self.window > 0, self.soft_cap > 0, *(t is not None for t in self[2:])
+
 
 NO_OPTIONS = AttentionOptions()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from batchgen_kernels.attention_options import AttentionOptions
+from batchgen_kernels.attention_options import AttentionOptions, check_options
 from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.paged_decode import paged_decode
@@ -29,7 +29,7 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
             f"attention of backend triton reads no shared-prefix groups, but the metadata has {num_groups}; "
             "build it without groups and with kv_start all zero (see Ops.shares_prefix_reads)"
         )
-    checked: set[tuple[bool, ...]] = set()  # which options were on
+    checked: set[tuple[bool, ...]] = set()  # with these options in use
     prefill: PrefillPlan | None = None
 
     def run(
@@ -45,8 +45,8 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
     ) -> torch.Tensor:
         nonlocal prefill
         options = AttentionOptions(window, soft_cap, sinks, key_scale, value_scale)
-        kind = (window != 0, soft_cap != 0.0, *(t is not None for t in options[2:]))
-        check = kind not in checked
+        check_options("attention", query, key_cache, options)
+        check = options.used not in checked
         if check:
             expected = (metadata.block_size, num_kv_heads, head_dim)
             if tuple(key_cache.shape[1:]) != expected or tuple(query.shape[1:]) != (num_q_heads, head_dim):
@@ -69,7 +69,7 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
             query, key_cache, value_cache, *index, requests, metadata.max_query_len, scale, out,
             plan=prefill, check=check, options=options,
         )  # fmt: skip
-        checked.add(kind)
+        checked.add(options.used)
         return out
 
     return run
