@@ -1,5 +1,5 @@
-"""The attention kernels with a window, a soft cap, sinks and a float8 cache, and with tiles for short chunks, compiled for GPUs
-that are not here. What has no option in use is in test_compile_attention.py."""
+"""The attention kernels with a window, a soft cap, sinks and a float8 cache, and with tiles for short chunks, compiled for
+GPUs that are not here. What has no option in use is in test_compile_attention.py."""
 
 import cross_compile
 import pytest
