@@ -228,7 +228,7 @@ def cache_bytes(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
-def option_scalars(options: AttentionOptions) -> tuple[float | None, int | None, int, int, int]:
+def option_scalars(options: AttentionOptions) -> tuple[float | int | None, ...]:
     """(cap_log2, window, strides of the scales) as kernels take them: None for what is off, which compiles to nothing."""
     strides = (0, 0, 0) if options.key_scale is None else options.key_scale.stride()
     return options.soft_cap * LOG2E or None, options.window or None, *strides

@@ -173,5 +173,5 @@ def plan_attention_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     yield plan_attention_case([1, 9], [67, 20], 6, 2, 112, 32, dtype, device, soft_cap=3.0, sinks=True)
     if dtype != torch.float16:  # whose weights and scales are rounded to bfloat16
         yield plan_attention_case([1, 9], [53, 20], 6, 2, 80, 16, dtype, device, fp8=True)
-        everything = {"window": 30, "soft_cap": 3.0, "sinks": True, "fp8": True}
+        everything: dict[str, Any] = {"window": 30, "soft_cap": 3.0, "sinks": True, "fp8": True}
         yield plan_attention_case([1, 5, 19], [130, 5, 60], 4, 4, 64, 64, dtype, device, **everything)
