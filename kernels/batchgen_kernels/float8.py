@@ -4,7 +4,7 @@ A code is sign, 4 bits of exponent (bias 7), 3 bits of mantissa; from 2^-6 to 44
 multiples of 2^-9. 0x7F is NaN. No hardware conversion is used: sm_80 has none, and that of gfx942 is of another format.
 
 A row of the cache is the head_dim elements of one token and one head, stored as codes and one float32 scale:
-    a = max |x|;   scale = a / 448;   code = e4m3(x * (448 / a))                x ~ code * scale, within 2^-4 |x| where normal
+    a = max |x|;   scale = a / 448;   code = e4m3(x * (448 / a));            x ~ code * scale, within 2^-4 |x| where normal
 A row with a < 2^-100, zeros above all, has scale 1 (and so is stored as zeros). A row with a value that is not finite has
 scale NaN and codes NaN: it stays as wrong as it was.
 """
