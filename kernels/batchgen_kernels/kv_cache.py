@@ -14,7 +14,7 @@ import torch
 from batchgen_kernels._triton import tl, triton
 from batchgen_kernels.float8 import E4M3, encode_e4m3, quantize_rows, row_maximum, row_scale
 
-COPY_ELEMENTS = 2048  # of a block, by one program
+COPY_BYTES = 4096  # of a block, by one program
 
 
 def write_kv_reference(
@@ -249,8 +249,8 @@ def copy_blocks_triton(kv_cache: torch.Tensor, source: torch.Tensor, destination
     if source.numel() == 0:
         return
     size = kv_cache[0, 0, 0].numel()
-    block = min(COPY_ELEMENTS, triton.next_power_of_2(size))
+    block = min(COPY_BYTES // kv_cache.itemsize, triton.next_power_of_2(size))
     copy_blocks_kernel[(source.numel(), 2 * kv_cache.shape[0], -(-size // block))](
         as_bytes(kv_cache), source.contiguous(), destination.contiguous(), *kv_cache.stride()[:3],
-        SIZE=size, BLOCK=block, num_warps=4,
+        SIZE=size, BLOCK=block, num_warps=max(1, block * kv_cache.itemsize // 1024),  # 32 bytes a thread
     )  # fmt: skip

@@ -62,7 +62,7 @@ def test_round_trip(implementation):
         smallest = 2.0**-6 * scales.flatten(0, 1)[9:15, :, None]
         # the scale, the product with its inverse and with itself are rounded: 2^-22 of the element
         assert ((got - sign * key).abs() <= (2.0**-4 + 2.0**-22) * torch.maximum(key.abs(), smallest)).all()
-        assert torch.equal(got.abs().amax(-1) > 0.999 * key.abs().amax(-1), torch.ones(6, 3, dtype=torch.bool, device=DEVICE))
+        assert ((got.abs().amax(-1) / key.abs().amax(-1) - 1).abs() < 1e-6).all(), "the largest is one of the codes"
 
 
 def test_rows_without_a_scale():
@@ -166,7 +166,10 @@ def test_queries_past_2_to_the_31():
         for interleaved in (False, True):
             query = far_view((3, 3, 8), strides)(BF16)
             query[-1, -1] = torch.arange(8, device=DEVICE)
-            key, positions = torch.zeros(3, 1, 8, dtype=BF16, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+            key, positions = (
+                torch.zeros(3, 1, 8, dtype=BF16, device=DEVICE),
+                torch.zeros(3, dtype=torch.int64, device=DEVICE),
+            )
             rotary.rotary_embedding_triton(query, key, cos, sin, positions, interleaved)
             want = [-1, 0, -3, 2, -5, 4, -7, 6] if interleaved else [-4, -5, -6, -7, 0, 1, 2, 3]
             assert query[-1, -1].tolist() == want
@@ -202,7 +205,10 @@ def fused(query=HEADS, key=HEADS, value=HEADS, caches=(CACHE, CACHE), slots=AT, 
         (fused(caches=(CODES, CODES), key_scale=SCALE), "rope_and_write_kv: key_scale and value_scale belong"),
         (fused(caches=(CODES, CACHE), key_scale=SCALE, value_scale=SCALE), "must share one dtype"),
         (fused(caches=(CODES, CODES), key_scale=SCALE[:1], value_scale=SCALE), r"key_scale must be \[2, 4, 2\] float32"),
-        (fused(caches=(CODES, CODES), key_scale=SCALE, value_scale=SCALE.half()), r"value_scale must be \[2, 4, 2\] float32"),
+        (
+            fused(caches=(CODES, CODES), key_scale=SCALE, value_scale=SCALE.half()),
+            r"value_scale must be \[2, 4, 2\] float32",
+        ),
         (
             fused(caches=(CODES, CODES), key_scale=SCALE, value_scale=torch.zeros(2, 2, 4).mT),
             "key_scale and value_scale must have the same strides",
