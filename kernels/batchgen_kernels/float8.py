@@ -53,6 +53,15 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def decode_e4m3(bits):
+    """uint8 -> float32, exact. The exponent's bias is 7 there and 127 here: shifted into place a number, a subnormal one
+    too, is 2^120 times too small."""
+    shifted = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000  # the sign fills all bits above it: keep one
+    x = shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(tl.abs(x) == 480.0, float("nan"), x)
+
+
+@triton.jit
 def row_maximum(x):
     """[rows, D] float32 -> [rows], the largest |x|; infinity if there is a NaN, which a maximum would pass over."""
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
