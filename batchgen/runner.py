@@ -251,6 +251,8 @@ def answer(
     eos = frozenset(job.sampling.stop_token_ids)
     if not job.sampling.ignore_eos:
         eos |= eos_token_ids(inputs.files)
+    # torch's attention reads a cache of another dtype request by request
+    shares_reads = ops.shares_prefix_reads and (kv_dtype == dtype or ops.backend != "torch")
     scheduler_config = SchedulerConfig(
         max_num_batched_tokens=size.max_num_batched_tokens,
         max_running_requests=size.max_running_requests,
@@ -259,7 +261,7 @@ def answer(
         num_samples=n,
         eos_token_ids=eos,
         prefix_cache=job.engine.prefix_cache,
-        prefix_groups=job.engine.prefix_cache and ops.shares_prefix_reads,
+        prefix_groups=job.engine.prefix_cache and shares_reads,
     )
     sampling = SamplingConfig(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p, job.sampling.seed)
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
