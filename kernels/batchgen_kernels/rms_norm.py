@@ -1,7 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
     rms_norm(x)            y = x / sqrt(mean(x^2) + eps) * weight                  (Zhang and Sennrich 2019)
-    add_rms_norm(x, r)     r' = x + r;  y = rms_norm(r')
+    add_rms_norm(x, r)     r = x + r, in place;  y = rms_norm(r)
 
 x, residual: [num_tokens, hidden] or any [..., hidden] (QK-norm uses [num_tokens, num_heads, head_dim]); weight: [hidden].
 Statistics in float32; y in x's dtype.
@@ -25,17 +25,19 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = x + residual
+    """Adds in place: `residual` is overwritten and returned."""
+    residual.copy_(x + residual)
     return rms_norm_reference(residual, weight, eps), residual
 
 
-def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, in_place: bool = False) -> torch.Tensor:
     if x.dtype != torch.float32:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        y = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        return x.copy_(y) if in_place else y
     # three passes over x where torch's composite takes five
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, scale).mul_(weight)
+    return torch.mul(x, scale, out=x if in_place else None).mul_(weight)
 
 
 def add_rms_norm_torch(
