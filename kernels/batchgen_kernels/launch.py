@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 # Fewer than 3 stages leave no copy in flight on NVIDIA; AMD has no asynchronous copies here and 64 KB of shared memory.
 PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(128, 64, 8, 3),
-    ("sm_80", 128, 2): Launch(128, 64, 8, 3),
+    ("sm_80", 128, 2): Launch(128, 32, 8, 3),
     ("sm_80", 256, 2): Launch(64, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 4, 3),
     ("sm_90", 128, 2): Launch(128, 64, 8, 3),
@@ -41,7 +41,7 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_100", 128, 2): Launch(128, 64, 8, 3),
     ("sm_100", 256, 2): Launch(128, 32, 8, 3),
     ("gfx942", 64, 2): Launch(128, 64, 4, 2),
-    ("gfx942", 128, 2): Launch(128, 64, 8, 2),
+    ("gfx942", 128, 2): Launch(128, 32, 8, 2),
     ("gfx942", 256, 2): Launch(64, 32, 8, 2),
     ("sm_80", 64, 4): Launch(32, 32, 8, 3),
     ("sm_80", 128, 4): Launch(32, 16, 8, 3),
@@ -50,7 +50,7 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_90", 128, 4): Launch(32, 16, 8, 3),
     ("sm_90", 256, 4): Launch(32, 16, 8, 3),
     ("sm_100", 64, 4): Launch(32, 32, 8, 3),
-    ("sm_100", 128, 4): Launch(32, 16, 8, 3),
+    ("sm_100", 128, 4): Launch(32, 16, 16, 3),
     ("sm_100", 256, 4): Launch(32, 16, 8, 3),
     ("gfx942", 64, 4): Launch(64, 32, 4, 2),
     ("gfx942", 128, 4): Launch(64, 32, 4, 2),
