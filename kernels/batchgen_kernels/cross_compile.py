@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchgen_kernels import launch
 from batchgen_kernels._triton import triton
 
 # shared memory a block may have, in bytes
@@ -80,16 +80,12 @@ def target(backend: str, arch: int | str, processors: int | None = None) -> Iter
 
     previous = driver._active
     driver.set_active(CompileOnlyDriver(GPUTarget(backend, arch, 32 if backend == "cuda" else 64)))
-    asking = [m for name, m in sys.modules.items() if name.startswith("batchgen_kernels") and hasattr(m, "num_processors")]
-    originals = [(m, m.num_processors) for m in asking] if processors else []
-    for module, _ in originals:
-        module.num_processors = lambda device: processors  # type: ignore[attr-defined]
+    launch.assumed_processors, assumed = processors, launch.assumed_processors
     try:
         yield
     finally:
         driver._active = previous
-        for module, original in originals:
-            module.num_processors = original  # type: ignore[attr-defined]
+        launch.assumed_processors = assumed
 
 
 class Launched(NamedTuple):
@@ -109,7 +105,7 @@ def capture_launches() -> Iterator[list[Launched]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        launches.append(Launched(kernel, tuple(grid)))
+        launches.append(Launched(kernel, tuple(grid(kwargs) if callable(grid) else grid)))
         return kernel
 
     JITFunction.run = compile_only

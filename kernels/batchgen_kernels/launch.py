@@ -109,9 +109,16 @@ def current_architecture() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]
 
 
-@functools.cache
+assumed_processors: int | None = None  # of a GPU that is only compiled for: cross_compile.target sets it
+
+
 def num_processors(device: torch.device) -> int:
     """How many programs run at a time at least: streaming multiprocessors (compute units) of the device."""
+    return _count_processors(device) if assumed_processors is None else assumed_processors
+
+
+@functools.cache
+def _count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
