@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: install run test test-slow test-all lint bench gpu-check clean
+.PHONY: install run test test-slow test-newest-triton test-all lint bench bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -32,6 +32,15 @@ test: install
 test-slow: install
 	$(PYTEST) -m "(model or slow) and not gpu"
 	TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
+	$(MAKE) --no-print-directory test-newest-triton
+
+# Kernels for the newest triton too: what a fresh install of torch may bring, beside the one of constraints.txt, which is
+# what GPU machines have today. In a folder of its own, so that .venv stays as it is.
+NEWEST_TRITON := 3.9.0
+test-newest-triton: install
+	test -d .triton-newest/triton-$(NEWEST_TRITON).dist-info || { rm -rf .triton-newest && $(BIN)/pip install --quiet \
+		--disable-pip-version-check --no-deps --target .triton-newest triton==$(NEWEST_TRITON); }
+	PYTHONPATH=.triton-newest TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
 
 test-all: test test-slow
 
@@ -43,8 +52,21 @@ lint: install
 bench: install
 	$(BIN)/python -m batchgen.bench
 
-gpu-check: install
-	$(BIN)/python -m batchgen.bench.gpu_check
+# A machine with a GPU has a torch for it in some python: with that one nothing is installed, and nothing is replaced.
+# Elsewhere they run with .venv's, say that there is no GPU, and stop.
+SEES_GPU := import sys, torch, triton, xxhash; sys.exit(not torch.cuda.is_available())
+RUN_ON_GPU = if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory install && python=$(BIN)/python; fi && PYTHONPATH=.:kernels $$python
+
+gpu-check:
+	@$(RUN_ON_GPU) -m batchgen.bench.gpu_check
+
+bench-kernels:
+	@$(RUN_ON_GPU) -m batchgen.bench.kernels
+
+# Compiles for GPUs that are not here: what bytes, FLOPs and occupancy let one expect, not what anything measured.
+predict-kernels: install
+	$(BIN)/python -m batchgen.bench.predict
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .triton-newest build *.egg-info

@@ -74,6 +74,12 @@ def rows(short: bool = False) -> tuple[list[Row], list[str]]:
     return there, list(missing)
 
 
+def ops_without_rows() -> list[str]:
+    """Triton ops that no row runs."""
+    covered = {row.op for row in rows()[0]}
+    return [op for op, implementations in OPS.items() if "triton" in implementations and op not in covered]
+
+
 def _rows_of(m: Model) -> Iterator[Row]:
     for requests, length in ((1, 4096), (16, 4096), (64, 2048), (256, 2048)):
         yield attention_row("decode", m, requests, 1, length, short=(requests, m.name) in ((64, "8B"), (256, "1B")))

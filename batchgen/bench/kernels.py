@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.bench.kernel_table import Row, Work, rows
+from batchgen.bench.kernel_table import Row, Work, ops_without_rows, rows
 
 FLUSH_BYTES = 2**29  # several times any cache; writing them also hides the launch of what is timed
 REPEATS = 30
@@ -123,6 +123,8 @@ def time_rows(
             torch.cuda.empty_cache()
     if missing:
         print(f"  not in this package: {', '.join(missing)}")
+    if without := ops_without_rows():
+        print(f"  without a row: {', '.join(without)}")
     if left_out:
         print(f"  no time left for: {'; '.join(left_out)}")
     return {

@@ -18,7 +18,7 @@ import os
 import sys
 from typing import Any, NamedTuple
 
-from batchgen.bench.kernel_table import Row, rows
+from batchgen.bench.kernel_table import Row, ops_without_rows, rows
 
 
 class Gpu(NamedTuple):
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 
 
 # NVIDIA's data sheets of the SXM boards. On Hopper only warpgroup instructions reach the rate of the data sheet: those of
-# one warp get 0.62 of it (Luo et al., "Benchmarking and dissecting the NVIDIA Hopper GPU architecture", 2024).
+# one warp get about 0.62 of it ("Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv 2402.13499).
 GPUS = {
     "A100": Gpu("A100 80 GB SXM", 80, 108, 2.039e12, 312e12, 1.0),
     "H100": Gpu("H100 80 GB SXM", 90, 132, 3.35e12, 989e12, 0.62),
@@ -102,12 +102,14 @@ def compiled(launch: Any, r: dict[str, Any]) -> Compiled:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m batchgen.bench.predict", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=list(GPUS), help=",".join(GPUS))
+    parser.add_argument("--kernels", type=lambda text: text.split(","), help="only these, by the names of the table")
     parser.add_argument("--short", action="store_true", help="the few rows of make gpu-check")
     options = parser.parse_args(arguments)
     if unknown := set(options.gpus) - set(GPUS):
         parser.error(f"unknown GPU {', '.join(sorted(unknown))}; there are {', '.join(GPUS)}")
     os.environ["TRITON_INTERPRET"] = "0"  # before the first import of triton: nothing can be compiled in the interpreter
     table, missing = rows(options.short)
+    table = [row for row in table if not options.kernels or row.kernel in options.kernels]
     gpus = [GPUS[name] for name in options.gpus]
     print("PREDICTED from bytes, FLOPs and occupancy, not measured on any GPU:")
     for gpu in gpus:
@@ -130,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"  {row.kernel:18}{row.shape:26}{row.bytes / 1e6:>8.1f}{row.flops / 1e9:>8.1f}" + "".join(cells), flush=True)
     if missing:
         print(f"  not in this package: {', '.join(missing)}")
+    if without := ops_without_rows():
+        print(f"  without a row: {', '.join(without)}")
     print(json.dumps({"benchmark": "batchgen.bench.predict", "measured": False, "rows": results}))
     return 0
 

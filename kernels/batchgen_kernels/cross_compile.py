@@ -69,6 +69,14 @@ class CompileOnlyDriver:
         return name
 
 
+def current_target() -> tuple[str, int | str]:
+    """What kernels are compiled for at this moment, in the form that `target` takes."""
+    from triton.runtime.driver import driver
+
+    current = driver.active.get_current_target()
+    return current.backend, current.arch
+
+
 @contextlib.contextmanager
 def target(backend: str, arch: int | str, processors: int | None = None) -> Iterator[None]:
     """Inside, kernels are compiled for this GPU: ("cuda", 90) or ("hip", "gfx942").
