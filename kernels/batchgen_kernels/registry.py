@@ -55,6 +55,16 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "attention_torch:plan_attention_torch",
         "triton": "attention_triton:plan_attention_triton",
     },
+    "sample_tokens": {
+        "reference": "sampling:sample_tokens_reference",
+        "torch": "sampling:sample_tokens_torch",
+        "triton": "sampling:sample_tokens_triton",
+    },
+    "gather_logprobs": {
+        "reference": "gather_logprobs:gather_logprobs_reference",
+        "torch": "gather_logprobs:gather_logprobs_torch",
+        "triton": "gather_logprobs:gather_logprobs_triton",
+    },
 }
 BACKENDS = ("reference", "torch", "triton")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from batchgen_kernels.cases import attention, cache, elementwise
+from batchgen_kernels.cases import attention, cache, elementwise, sampling
 from batchgen_kernels.cases.case import Case
 
 CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
@@ -25,4 +25,6 @@ CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
     "copy_blocks": cache.copy_blocks_cases,
     "merge_states": attention.merge_states_cases,
     "plan_attention": attention.plan_attention_cases,
+    "sample_tokens": sampling.sample_tokens_cases,
+    "gather_logprobs": sampling.gather_logprobs_cases,
 }

@@ -11,16 +11,16 @@ import torch
 # ||out - reference|| / ||reference|| that two or three roundings to the dtype explain (one is about 0.4 of 2^-24, 2^-11
 # or 2^-8): torch's ops round between steps, attention rounds the probabilities, and float32 sums in another order.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 7e-4, torch.bfloat16: 5e-3}
-MOVES_DATA = ("write_kv", "copy_blocks")
+EXACT = ("write_kv", "copy_blocks", "sample_tokens")  # they move data, or decide in exact arithmetic
 
 
 def tolerance(op: str, implementation: str, dtype: torch.dtype) -> float:
     """The relative error that this implementation of an op may have.
 
-    Ops that only move data are exact. The Triton ops compute in float32 and round where the reference rounds, so that in a
+    The ops of EXACT have none. The Triton ops compute in float32 and round where the reference rounds, so that in a
     16-bit dtype only a rare last digit may differ; attention is the exception.
     """
-    if op in MOVES_DATA:
+    if op in EXACT:
         return 0.0
     if implementation == "triton" and op != "plan_attention" and dtype.itemsize == 2:
         return TOLERANCE[dtype] / 10
