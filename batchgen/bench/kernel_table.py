@@ -18,6 +18,7 @@ from batchgen_kernels.cases.attention import build_metadata, merge_states_case
 from batchgen_kernels.cases.cache import copy_blocks_case, write_kv_case
 from batchgen_kernels.cases.case import Case, tolerance
 from batchgen_kernels.cases.elementwise import add_rms_norm_case, rms_norm_case, rotary_embedding_case, silu_and_mul_case
+from batchgen_kernels.cases.sampling import gather_logprobs_case, sample_tokens_case
 from batchgen_kernels.registry import OPS, load
 
 BF16 = torch.bfloat16
@@ -64,14 +65,20 @@ class Row(NamedTuple):
     flops: int
     make: Callable[[str], Work]  # device -> work; on "meta" only `run` may be called, to compile
     short: bool = False  # also part of `make gpu-check`
+    shares: bool = False  # needs attention that reads shared-prefix groups
 
 
 def rows(short: bool = False) -> tuple[list[Row], list[str]]:
     """(the rows whose op there is, names of kernels that the package lacks)."""
-    table = [row for model in MODELS.values() for row in _rows_of(model)]
-    there = [row for row in table if "triton" in OPS.get(row.op, {}) and (row.short or not short)]
-    missing = dict.fromkeys(row.kernel for row in table if "triton" not in OPS.get(row.op, {}))
-    return there, list(missing)
+    table = _table()
+    there = [row for row in table if _is_there(row) and (row.short or not short)]
+    return there, list(dict.fromkeys(row.kernel for row in table if not _is_there(row)))
+
+
+def _is_there(row: Row) -> bool:
+    if "triton" not in OPS.get(row.op, {}):
+        return False
+    return not row.shares or bool(getattr(load(row.op, "triton"), "shares_prefix_reads", False))
 
 
 def ops_without_rows() -> list[str]:
@@ -80,11 +87,21 @@ def ops_without_rows() -> list[str]:
     return [op for op, implementations in OPS.items() if "triton" in implementations and op not in covered]
 
 
+@functools.cache
+def _table() -> list[Row]:
+    table = [row for model in MODELS.values() for row in _rows_of(model)]
+    # both models have this vocabulary
+    return table + [row for requests in (16, 256) for row in logits_rows(MODELS["8B"], requests)]
+
+
 def _rows_of(m: Model) -> Iterator[Row]:
     for requests, length in ((1, 4096), (16, 4096), (64, 2048), (256, 2048)):
         yield attention_row("decode", m, requests, 1, length, short=(requests, m.name) in ((64, "8B"), (256, "1B")))
     for requests, queries, length in ((16, 512, 512), (4, 4096, 4096), (2, 1024, 8192)):
         yield attention_row("prefill", m, requests, queries, length, short=queries == 4096)
+    for requests, sharers, prefix in ((256, 32, 2048), (256, 256, 4096), (64, 4, 512)):
+        for grouped in (True, False):
+            yield shared_row(m, requests, sharers, prefix, 256, grouped, short=(m.name, sharers) == ("8B", 32))
     for tokens in (64, 4096):
         yield from elementwise_rows(m, tokens)
 
@@ -108,13 +125,43 @@ def attention_row(kernel: str, m: Model, requests: int, queries: int, length: in
     )
 
 
-def attention_work(m: Model, requests: int, queries: int, length: int, device: str) -> Work:
+def shared_row(m: Model, requests: int, sharers: int, prefix: int, own: int, grouped: bool, short: bool = False) -> Row:
+    """Decode where each `sharers` requests have the same first `prefix` tokens, which are read once for all of them, or,
+    not grouped, by each of them: then what one pays for not sharing, less what the L2 cache saves."""
+    reads = requests // sharers * prefix + requests * own if grouped else requests * (prefix + own)
+    query_bytes = requests * m.heads * m.head_dim * SIZE
+    return Row(
+        "shared_prefix" if grouped else "not_shared",
+        f"{m.name} {requests} of {prefix}+{own}, {sharers} share",
+        "plan_attention",
+        reads * 2 * m.kv_heads * m.head_dim * SIZE + 2 * query_bytes,
+        4 * requests * (prefix + own) * m.heads * m.head_dim,
+        functools.partial(attention_work, m, requests, 1, prefix + own, sharers=sharers, prefix=prefix, grouped=grouped),
+        short,
+        shares=grouped,
+    )
+
+
+def attention_work(
+    m: Model, requests: int, queries: int, length: int, device: str, sharers: int = 1, prefix: int = 0, grouped: bool = False
+) -> Work:
     """Blocks in random order. Checked on some requests against dense attention of torch in float32."""
-    per_request = -(-length // BLOCK_SIZE)
-    num_blocks = 1 + requests * per_request
-    order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0))
-    table = order.int().view(requests, per_request)
+    per_request, shared = -(-length // BLOCK_SIZE), prefix // BLOCK_SIZE
+    groups = requests // sharers
+    num_blocks = 1 + groups * shared + requests * (per_request - shared)
+    order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0)).int()
+    prefixes, own = order[: groups * shared].view(groups, shared), order[groups * shared :].view(requests, -1)
+    table = torch.cat([prefixes.repeat_interleave(sharers, 0), own], 1)
     metadata = build_metadata([queries] * requests, [length] * requests, table, BLOCK_SIZE, device)
+    if grouped:
+        first = torch.arange(0, requests, sharers, dtype=torch.int32) * queries
+        metadata = metadata._replace(
+            kv_start=torch.full_like(metadata.kv_start, shared * BLOCK_SIZE),
+            group_query_start=first,
+            group_query_end=first + sharers * queries,
+            group_block_start=torch.arange(groups + 1, dtype=torch.int32) * shared,
+            group_blocks=prefixes.flatten(),
+        )
     cache = torch.empty(2, num_blocks, BLOCK_SIZE, m.kv_heads, m.head_dim, dtype=BF16, device=device).normal_()
     query = torch.empty(requests * queries, m.heads, m.head_dim, dtype=BF16, device=device).normal_()
     scale = m.head_dim**-0.5
@@ -246,3 +293,35 @@ def elementwise_rows(m: Model, tokens: int) -> Iterator[Row]:
         "merge_states", shape, 3 * tokens * m.heads * (m.head_dim + 2),  # a float32 for each head is two elements
         lambda d: merge_states_case(tokens, m.heads, m.head_dim, BF16, d),
     )  # fmt: skip
+
+
+def logits_rows(m: Model, requests: int) -> Iterator[Row]:
+    """Over a whole vocabulary, for each of so many rows: the logits are read once at least."""
+    shape = f"{requests} x {m.vocab}"
+    row = functools.partial(case_row, moved=requests * m.vocab, short=(m.name, requests) == ("8B", 16))
+    for name, setting, filtered in (
+        ("plain", (0.8, 0, 1.0, 0.0), False),
+        ("top-k, top-p", (0.8, 50, 0.9, 0.0), True),
+    ):
+        yield row(
+            "sample_tokens", f"{shape} {name}",
+            make_case=functools.partial(
+                _dense_logits, sample_tokens_case, requests, m.vocab, BF16, settings=(setting,), filtered=filtered
+            ),
+        )  # fmt: skip
+    yield row(
+        "gather_logprobs",
+        shape,
+        make_case=functools.partial(_dense_logits, gather_logprobs_case, requests, m.vocab, 1, BF16),
+    )
+
+
+def _dense_logits(make_case: Callable[..., Case], *args: Any, **options: Any) -> Case:
+    """The case with its logits as a model gives them, contiguous."""
+    case = make_case(*args, **options)
+
+    def make() -> tuple[Any, ...]:
+        logits, *rest = case.make()
+        return logits.contiguous(), *rest
+
+    return case._replace(make=make)

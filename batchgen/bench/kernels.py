@@ -103,7 +103,7 @@ def time_rows(
     ceilings = measured_ceilings(device)
     print(f"  ceilings: a copy {ceilings.copy / 1e9:,.0f} GB/s, a large bfloat16 product {ceilings.gemm / 1e12:.0f} TFLOP/s")
     print(
-        f"  {'kernel':18}{'shape':26}{'us':>9}{'GB/s':>7}{'of copy':>8}{'TFLOP/s':>8}{'of gemm':>8}  others, us (times ours)"
+        f"  {'kernel':18}{'shape':32}{'us':>9}{'GB/s':>7}{'of copy':>8}{'TFLOP/s':>8}{'of gemm':>8}  others, us (times ours)"
     )
     measured, problems, left_out = [], [], []
     for row in table:
@@ -170,7 +170,7 @@ def peer_times(work: Work, device: str) -> dict[str, Any]:
 
 
 def line_of(f: dict[str, Any]) -> str:
-    start = f"  {f['kernel']:18}{f['shape']:26}"
+    start = f"  {f['kernel']:18}{f['shape']:32}"
     if "wrong" in f:
         return f"{start}  WRONG: {f['wrong']}"
     others = ", ".join(

@@ -5,8 +5,9 @@ Each row of the kernel table is compiled through its real launcher for a GPU tha
     time = max(bytes / (bandwidth x share), flops / (rate x share) x waves) + launches
 
 where a wave of programs on all processors costs as much as a full one, and the bandwidth that can be had is bounded by
-the bytes that the resident programs keep in flight (Little's law). It knows nothing of latency inside a program, of bank
-conflicts, of the exponentials, or of what the L2 cache saves: good for orders of magnitude and for what binds, no more.
+the bytes that the resident programs keep in flight (Little's law). It knows nothing of latency inside a program, of
+arithmetic other than matrix products (exponentials, random numbers), of data that is read twice, or of what the L2 cache
+saves: good for orders of magnitude and for what binds, no more.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"  {gpu.name}: {gpu.bandwidth / 1e12:.2f} TB/s x {BANDWIDTH_SHARE}, "
             f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s x {MATRIX_SHARE}, {gpu.processors} processors"
         )
-    print(f"  {'kernel':18}{'shape':26}{'MB':>8}{'GFLOP':>8}" + "".join(f"{f'{name}, us':>19}" for name in options.gpus))
+    print(f"  {'kernel':18}{'shape':32}{'MB':>8}{'GFLOP':>8}" + "".join(f"{f'{name}, us':>19}" for name in options.gpus))
     results = []
     of_arch: dict[tuple[Row, int, int], list[Compiled]] = {}
     for row in table:
@@ -129,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
             p = predict(row.bytes, row.flops, of_arch[key], gpu)
             cells.append(f"{1e6 * p.seconds:>10.1f} {p.bound:<8}")
             results.append({"kernel": row.kernel, "shape": row.shape, "gpu": gpu.name, **p._asdict()})
-        print(f"  {row.kernel:18}{row.shape:26}{row.bytes / 1e6:>8.1f}{row.flops / 1e9:>8.1f}" + "".join(cells), flush=True)
+        print(f"  {row.kernel:18}{row.shape:32}{row.bytes / 1e6:>8.1f}{row.flops / 1e9:>8.1f}" + "".join(cells), flush=True)
     if missing:
         print(f"  not in this package: {', '.join(missing)}")
     if without := ops_without_rows():
