@@ -9,7 +9,8 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: install run test test-slow test-newest-triton test-all lint bench bench-kernels predict-kernels gpu-check clean
+.PHONY: install run test test-slow test-compile test-newest-triton test-all
+.PHONY: lint bench bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -31,16 +32,19 @@ test: install
 # What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here.
 test-slow: install
 	$(PYTEST) -m "(model or slow) and not gpu"
-	TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
-	$(MAKE) --no-print-directory test-newest-triton
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-compile test-newest-triton
 
-# Kernels for the newest triton too: what a fresh install of torch may bring, beside the one of constraints.txt, which is
-# what GPU machines have today. In a folder of its own, so that .venv stays as it is.
+test-compile: install
+	TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
+
+# Kernels for the newest triton too, beside the one of constraints.txt, which is what GPU machines have today. In a folder of
+# its own, so that .venv stays as it is. (FP fusion is what 3.9 does by default and 3.10 will ask for.)
 NEWEST_TRITON := 3.9.0
+NEWEST := $(CURDIR)/.triton-newest
 test-newest-triton: install
-	test -d .triton-newest/triton-$(NEWEST_TRITON).dist-info || { rm -rf .triton-newest && $(BIN)/pip install --quiet \
-		--disable-pip-version-check --no-deps --target .triton-newest triton==$(NEWEST_TRITON); }
-	PYTHONPATH=.triton-newest TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
+	test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && $(BIN)/pip install --quiet \
+		--disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+	PYTHONPATH=$(NEWEST) TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
 
 test-all: test test-slow
 
