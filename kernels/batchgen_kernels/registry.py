@@ -35,6 +35,16 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "activation:silu_and_mul_torch",
         "triton": "activation:silu_and_mul_triton",
     },
+    "gelu_and_mul": {
+        "reference": "activation:gelu_and_mul_reference",
+        "torch": "activation:gelu_and_mul_torch",
+        "triton": "activation:gelu_and_mul_triton",
+    },
+    "rope_and_write_kv": {
+        "reference": "rope_write:rope_and_write_kv_reference",
+        "torch": "rope_write:rope_and_write_kv_torch",
+        "triton": "rope_write:rope_and_write_kv_triton",
+    },
     "write_kv": {
         "reference": "kv_cache:write_kv_reference",
         "torch": "kv_cache:write_kv_torch",

@@ -1,7 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
     rms_norm(x)            y = x / sqrt(mean(x^2) + eps) * weight                  (Zhang and Sennrich 2019)
-    add_rms_norm(x, r)     r' = x + r;  y = rms_norm(r')
+    add_rms_norm(x, r)     r = x + r, in place;  y = rms_norm(r)
 
 x, residual: [num_tokens, hidden] or any [..., hidden] (QK-norm uses [num_tokens, num_heads, head_dim]); weight: [hidden].
 Statistics in float32; y in x's dtype.
@@ -25,7 +25,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = x + residual
+    """Adds in place: `residual` is overwritten and returned."""
+    residual.copy_(x + residual)
     return rms_norm_reference(residual, weight, eps), residual
 
 

@@ -21,6 +21,8 @@ CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
     "add_rms_norm": elementwise.add_rms_norm_cases,
     "rotary_embedding": elementwise.rotary_embedding_cases,
     "silu_and_mul": elementwise.silu_and_mul_cases,
+    "gelu_and_mul": elementwise.gelu_and_mul_cases,
+    "rope_and_write_kv": cache.rope_and_write_kv_cases,
     "write_kv": cache.write_kv_cases,
     "copy_blocks": cache.copy_blocks_cases,
     "merge_states": attention.merge_states_cases,
