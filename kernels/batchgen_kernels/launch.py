@@ -32,9 +32,9 @@ class Launch(NamedTuple):
 # Fewer than 3 stages leave no copy in flight on NVIDIA; AMD has no asynchronous copies here and 64 KB of shared memory.
 PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(128, 64, 8, 3),
-    ("sm_80", 128, 2): Launch(128, 32, 8, 3),
+    ("sm_80", 128, 2): Launch(64, 64, 8, 3),
     ("sm_80", 256, 2): Launch(64, 32, 8, 3),
-    ("sm_90", 64, 2): Launch(128, 64, 4, 3),
+    ("sm_90", 64, 2): Launch(128, 64, 8, 3),
     ("sm_90", 128, 2): Launch(128, 64, 8, 3),
     ("sm_90", 256, 2): Launch(128, 32, 8, 3),
     ("sm_100", 64, 2): Launch(128, 64, 4, 3),
