@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from batchgen_kernels.cases.attention import build_metadata, merge_states_case
-from batchgen_kernels.cases.cache import copy_blocks_case, write_kv_case
+from batchgen_kernels.cases.cache import copy_blocks_case, rope_and_write_kv_case, write_kv_case
 from batchgen_kernels.cases.case import Case, tolerance
-from batchgen_kernels.cases.elementwise import add_rms_norm_case, rms_norm_case, rotary_embedding_case, silu_and_mul_case
+from batchgen_kernels.cases.elementwise import (
+    add_rms_norm_case,
+    gelu_and_mul_case,
+    rms_norm_case,
+    rotary_embedding_case,
+    silu_and_mul_case,
+)
 from batchgen_kernels.cases.sampling import gather_logprobs_case, sample_tokens_case
 from batchgen_kernels.registry import OPS, load
 
@@ -281,10 +287,20 @@ def elementwise_rows(m: Model, tokens: int) -> Iterator[Row]:
         lambda d: rotary_embedding_case(tokens, m.heads, m.kv_heads, m.head_dim, m.head_dim, BF16, d),
     )  # fmt: skip
     yield row("silu_and_mul", shape, 3 * tokens * m.inner, lambda d: silu_and_mul_case(tokens, m.inner, BF16, d))
+    yield row("gelu_and_mul", shape, 3 * tokens * m.inner, lambda d: gelu_and_mul_case(tokens, m.inner, BF16, d, "tanh"))
     yield row(
         "write_kv", shape, 4 * tokens * kv,
         lambda d: write_kv_case(slots, blocks, BLOCK_SIZE, m.kv_heads, m.head_dim, BF16, d),
     )  # fmt: skip
+    query = m.heads * m.head_dim  # and for float8, codes of half the size and a float32 scale for each head
+    for name, moved, float8 in (("", 2 * query + 4 * kv, False), (" float8", 2 * query + 3 * kv + 4 * m.kv_heads, True)):
+        yield row(
+            "rope_and_write_kv", f"{shape}{name}", tokens * moved,
+            functools.partial(
+                rope_and_write_kv_case, slots, blocks, BLOCK_SIZE, m.heads, m.kv_heads, m.head_dim, m.head_dim, BF16,
+                norm=not float8, float8=float8,
+            ),
+        )  # fmt: skip
     yield row(
         "copy_blocks", f"{m.name} {len(pairs)} blocks", 4 * tokens * kv * m.layers,
         lambda d: copy_blocks_case(pairs, m.layers, 2 * blocks, BLOCK_SIZE, m.kv_heads, m.head_dim, BF16, d),

@@ -50,12 +50,15 @@ def test_bytes_and_flops_by_hand():
     prefill = attention_row("prefill", TOY, 2, 3, 5)  # queries see 3, 4 and 5 tokens
     assert prefill.flops == 2 * (3 + 4 + 5) * 4 * 4 * 16
     assert prefill.bytes == 2 * 5 * 2 * 2 * 16 * 2 + 2 * (2 * 3 * 4 * 16 * 2)
-    moved = {row.kernel: row.bytes for row in elementwise_rows(TOY, 16)}
+    moved = {row.kernel: row.bytes for row in elementwise_rows(TOY, 16) if "float8" not in row.shape}
     assert moved["rms_norm"] == 2 * 16 * 64 * 2
     assert moved["add_rms_norm"] == 4 * 16 * 64 * 2
     assert moved["rotary_embedding"] == 2 * 16 * 6 * 16 * 2
     assert moved["silu_and_mul"] == 3 * 16 * 32 * 2
     assert moved["write_kv"] == 4 * 16 * 2 * 16 * 2
+    assert moved["rope_and_write_kv"] == (2 * 16 * 4 * 16 + 4 * 16 * 2 * 16) * 2  # queries twice; k and v read and written
+    (float8,) = (row.bytes for row in elementwise_rows(TOY, 16) if "float8" in row.shape)
+    assert float8 == moved["rope_and_write_kv"] - 2 * 16 * 2 * 16 + 2 * 16 * 2 * 4  # a byte less each, a scale more
     assert moved["copy_blocks"] == 2 * 1 * (2 * 2 * 16 * 2 * 16) * 2  # one block, read and written: layers, k and v
     assert moved["merge_states"] == 3 * 16 * 4 * (16 * 2 + 4)
 
