@@ -130,12 +130,16 @@ def compile_one(work: tuple[Target, int, tuple[str, str]]) -> tuple[int, str | N
     target, processors, (what, which) = work
     torch.set_num_threads(1)
     try:
+        launcher = cross_compile.current_launcher() if torch.cuda.is_available() else None
         with cross_compile.target(*target, processors), cross_compile.capture_launches() as launches:
             if what == "row":
                 next(row for row in rows()[0] if f"{row.kernel} {row.shape}" == which).make("meta").run()
             else:
                 for case in CASES[what](DTYPES[which], "cpu"):
                     case.run(load(what, "triton"))
+        for kernel in {launched.kernel.hash: launched.kernel for launched in launches}.values():
+            if launcher:  # a C program for each signature, which the compiler of C takes as long for
+                launcher(kernel.src, kernel.metadata)
         return len({launched.kernel.hash for launched in launches}), None
     except Exception as e:
         return 0, f"{what} {which}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"

@@ -17,9 +17,10 @@ import json
 import math
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchgen.bench.kernel_table import Row, ops_without_rows, rows
+if TYPE_CHECKING:
+    from batchgen.bench.kernel_table import Row
 
 
 class Gpu(NamedTuple):
@@ -109,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.gpus) - set(GPUS):
         parser.error(f"unknown GPU {', '.join(sorted(unknown))}; there are {', '.join(GPUS)}")
     os.environ["TRITON_INTERPRET"] = "0"  # before the first import of triton: nothing can be compiled in the interpreter
+    from batchgen.bench.kernel_table import ops_without_rows, rows
+
     table, missing = rows(options.short)
     table = [row for row in table if not options.kernels or row.kernel in options.kernels]
     gpus = [GPUS[name] for name in options.gpus]

@@ -77,6 +77,13 @@ def current_target() -> tuple[str, int | str]:
     return current.backend, current.arch
 
 
+def current_launcher() -> Any:
+    """What makes a kernel's launcher on the GPU of this process: (source, metadata) -> launcher, kept in triton's cache."""
+    from triton.runtime.driver import driver
+
+    return driver.active.launcher_cls
+
+
 @contextlib.contextmanager
 def target(backend: str, arch: int | str, processors: int | None = None) -> Iterator[None]:
     """Inside, kernels are compiled for this GPU: ("cuda", 90) or ("hip", "gfx942").

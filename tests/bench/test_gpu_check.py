@@ -93,7 +93,7 @@ COMPILE = """
 import json, sys, time
 from batchgen.bench.gpu_stages import compile_ahead
 if __name__ == "__main__":
-    things = [("rms_norm", "bfloat16"), ("row", "silu_and_mul 8B 4096 tokens"), ("row", "absent")]
+    things = [("rms_norm", "bfloat16"), ("row", "merge_states 8B 4096 tokens"), ("row", "absent")]
     print(json.dumps(compile_ahead(("cuda", 90), 132, things, time.perf_counter() + 120)))
 """
 
@@ -111,7 +111,7 @@ def test_kernels_are_compiled_ahead_into_the_cache_that_later_stages_read(tmp_pa
     figures, problems = json.loads(done.stdout.splitlines()[-1])
     assert figures["compiled"] >= 5 and figures["not_reached"] == 0 and problems == []
     assert len(figures["faults"]) == 1 and "row absent" in figures["faults"][0]
-    assert {"rms_norm_kernel", "silu_and_mul_kernel"} <= {f.stem for f in cache.rglob("*.cubin")}
+    assert {"rms_norm_kernel", "merge_states_kernel"} <= {f.stem for f in cache.rglob("*.cubin")}
 
 
 def test_make_uses_the_python_that_sees_a_gpu_and_installs_nothing(tmp_path):
