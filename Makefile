@@ -44,6 +44,7 @@ NEWEST := $(CURDIR)/.triton-newest
 test-newest-triton: install
 	test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && $(BIN)/pip install --quiet \
 		--disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+	PYTHONPATH=$(NEWEST) TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 	PYTHONPATH=$(NEWEST) TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
 
 test-all: test test-slow
