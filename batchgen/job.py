@@ -215,7 +215,7 @@ class OutputSection(Section):
 
 
 class EngineSection(Section):
-    """How it is computed. Nothing here changes an answer, except dtype."""
+    """How it is computed. Nothing here changes an answer, except dtype and kv_dtype."""
 
     device: Text = Field("auto", description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
     backend: Literal["auto", "torch", "triton"] = Field(
@@ -223,6 +223,10 @@ class EngineSection(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="auto is that of dtype; fp8 keeps keys and values in 8 bits: half the memory or less",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block")
     kv_memory: ByteSize = Field("auto", description="Memory of the KV cache: auto, bytes, or a size such as 2GiB")
@@ -252,12 +256,12 @@ class Job(Section):
     def settings_that_change_answers(self) -> dict[str, Any]:
         """Dotted key -> value of every setting that a resumed run may not change; templates and files by content.
 
-        Left out: how it is computed (engine, but for dtype), when it is saved, and extract, which merge does anew. Also
-        left out is input.path: the reader's fingerprint of the content stands for it.
+        Left out: how it is computed (engine, but for dtype and kv_dtype), when it is saved, and extract, which merge does
+        anew. Also left out is input.path: the reader's fingerprint of the content stands for it.
         """
         sections = self.model_dump(include={"model", "prompt", "sampling", "input", "engine"})
         sections["input"].pop("path")
-        sections["engine"] = {"dtype": self.engine.dtype}
+        sections["engine"] = {"dtype": self.engine.dtype, "kv_dtype": self.engine.kv_dtype}
         sections["prompt"]["chat_template"] = self.prompt.read_chat_template()
         sections["prompt"]["files"] = {
             name: f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_size
+from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_kv_dtype, choose_size
 from batchgen.job import Job
 from batchgen.models.config import kv_bytes_per_token, num_matmul_parameters
 from batchgen.plan.estimate import length_figures, lru_computed, num_duplicates
@@ -75,8 +75,9 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
     ]
     device = choose_device(job.engine.device)
     dtype = choose_dtype(job.engine.dtype, device)
-    per_token = kv_bytes_per_token(inputs.config, dtype)
     engine = job.engine
+    kv_dtype = choose_kv_dtype(engine.kv_dtype, dtype)
+    per_token = kv_bytes_per_token(inputs.config, kv_dtype)
     size = choose_size(
         device, window, per_token, engine.kv_memory, engine.max_num_batched_tokens, engine.max_running_requests,
         inputs.max_tokens, n,
@@ -94,8 +95,9 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
     weights = num_matmul_parameters(inputs.config) * dtype.itemsize
     free = available_memory(device)
     lines += [
-        f"KV memory   {per_token:,} bytes a token; pool of {cached_blocks * window.block_size:,} tokens = "
-        f"{size.kv_bytes / 2**20:,.0f} MiB ({size.reason}); the longest request needs {path * per_token / 2**20:,.0f} MiB",
+        f"KV memory   {per_token:,} bytes a token in {str(kv_dtype).removeprefix('torch.')}; "
+        f"pool of {cached_blocks * window.block_size:,} tokens = {size.kv_bytes / 2**20:,.0f} MiB ({size.reason}); "
+        f"the longest request needs {path * per_token / 2**20:,.0f} MiB",
         f"weights     about {weights / 2**20:,.0f} MiB as {str(dtype).removeprefix('torch.')} on {device}; "
         f"{free / 2**30:.1f} GiB there for the KV pool",
     ]

@@ -23,7 +23,7 @@ from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sizing import choose_device, choose_dtype, choose_size, prepare_cpu
+from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, prepare_cpu
 from batchgen.engine.step import Finished, SchedulerConfig, StepPlan
 from batchgen.errors import CorruptRunError, UsageError
 from batchgen.job import Job
@@ -227,21 +227,22 @@ def answer(
     device = choose_device(job.engine.device)
     threads = prepare_cpu(job.engine.threads)
     dtype = choose_dtype(job.engine.dtype, device)
+    kv_dtype = choose_kv_dtype(job.engine.kv_dtype, dtype)
     try:
         ops = select_ops(job.engine.backend, device)
     except ValueError as error:
         raise UsageError(f"engine.backend: {error}") from None
     model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len)
     size = choose_size(
-        device, window, kv_bytes_per_token(inputs.config, dtype), job.engine.kv_memory,
+        device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
         job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n,
     )  # fmt: skip
-    engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, dtype)
+    engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
     progress.close()
     progress.say(
         f"engine: {device} with {threads} threads, {str(dtype).removeprefix('torch.')}, backend {ops.backend} "
         f"({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
-        f"({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
+        f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
     )
     for choice in ops.choices:
         if choice.implementation != ops.backend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from batchgen_kernels import AttentionMetadata
 
+from batchgen.engine.kv_cache import KVCache
 from batchgen.models.config import kv_cache_shape
 from batchgen.models.decoder import Decoder
 from batchgen.models.inputs import BatchInputs
@@ -13,11 +14,18 @@ from batchgen.models.inputs import BatchInputs
 class PagedDriver:
     """One cache, any number of sequences; `step` appends tokens to some of them and returns the logits of all of these."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int = 96, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int = 96,
+        block_size: int = 4,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,  # the decoder's own
+    ) -> None:
         self.decoder, self.block_size = decoder, block_size
         # NaN everywhere: whatever is read without having been written shows up
-        self.kv_cache = torch.full(kv_cache_shape(decoder.config, num_blocks, block_size), float("nan"), dtype=decoder.dtype)
-        self.kv_cache[:, :, 0] = 0
+        shape, kv_dtype = kv_cache_shape(decoder.config, num_blocks, block_size), kv_dtype or decoder.dtype
+        self.kv_cache = KVCache(shape, kv_dtype, decoder.device, decoder.ops, fill=float("nan"))
         self.free = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
         self.blocks: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}
@@ -44,7 +52,8 @@ class PagedDriver:
                 torch.arange(len(token_ids)),
                 self._metadata(list(work), query_start),
             ),
-            self.kv_cache,
+            self.kv_cache.tensor,
+            self.kv_cache.scale,
         )
         assert logits.dtype == torch.float32
         parts = logits.split([len(tokens) for tokens in work.values()])

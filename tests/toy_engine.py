@@ -41,6 +41,7 @@ class Outcome:
 class ToyEngine:
     folder: Path
     backend: str = "torch"
+    kv_dtype: torch.dtype = torch.float32
     decoder: Decoder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class ToyEngine:
         )
         if num_blocks is None:
             num_blocks = 2 + sum(-(-(len(p) + max_tokens) // block_size) + 1 for p in ids) * scheduler_config.num_samples
-        engine = Engine(self.decoder, ops, num_blocks, block_size, CPU, torch.float32, kv_fill=kv_fill, check=True)
+        engine = Engine(self.decoder, ops, num_blocks, block_size, CPU, self.kv_dtype, kv_fill=kv_fill, check=True)
         ops.plan_attention = watched
         keys = np.arange(len(ids), dtype=np.uint64) * np.uint64(7919) if row_keys is None else row_keys
         results: dict[tuple[int, int], Finished] = {}

@@ -24,9 +24,8 @@ ROW_COUNTS = (1, 16, 32, 64, 128, 256, 512)  # rows at which the matrix products
 PARTS = {  # op of batchgen_kernels -> line of the profile
     "rms_norm": "elementwise",
     "add_rms_norm": "elementwise",
-    "rotary_embedding": "elementwise",
     "silu_and_mul": "elementwise",
-    "write_kv": "KV writes",
+    "rope_and_write_kv": "rotary embedding and KV writes",
     "plan_attention": "attention",
 }
 

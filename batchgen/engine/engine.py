@@ -37,8 +37,8 @@ class EngineStats:
 class Engine:
     """One model, one KV cache. `generate` may be called for one window after another.
 
-    num_blocks counts the null block. `kv_fill` is what an unused cache holds (tests use NaN); `check` runs the pool's
-    invariants after every step.
+    num_blocks counts the null block; dtype is that of the KV cache. `kv_fill` is what an unused cache holds (tests use
+    NaN); `check` runs the pool's invariants after every step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Engine:
             self.kv_cache.copy_blocks(step.block_copies)
             inputs = build_batch_inputs(step, state, self.device)
             times.append(perf_counter())
-            logits = self.model.forward(inputs, self.kv_cache.tensor)
+            logits = self.model.forward(inputs, self.kv_cache.tensor, self.kv_cache.scale)
             times.append(perf_counter())
             slots = step.sample_slots
             keys = row_keys[state.position[slots]]

@@ -10,6 +10,7 @@ from batchgen_kernels import Ops
 class KVCache:
     """One tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block.
 
+    Where dtype is float8_e4m3fn, `scale` has the same shape without head_dim, in float32; else it is None.
     `fill` is what the blocks hold at first: zero, or NaN in tests, which must change nothing.
     """
 
@@ -20,6 +21,10 @@ class KVCache:
         if fill:
             self.tensor.fill_(fill)
         self.tensor[:, :, 0] = 0
+        self.scale = None
+        if dtype == torch.float8_e4m3fn:
+            self.scale = torch.full(shape[:-1], fill, device=device) if fill else torch.zeros(shape[:-1], device=device)
+            self.scale[:, :, 0] = 0
         self.ops = ops
 
     def copy_blocks(self, block_copies: np.ndarray) -> None:
@@ -27,3 +32,5 @@ class KVCache:
         if len(block_copies):
             source, destination = torch.from_numpy(block_copies.T.astype(np.int64)).to(self.tensor.device)
             self.ops.copy_blocks(self.tensor, source, destination)
+            if self.scale is not None:
+                self.ops.copy_blocks(self.scale, source, destination)

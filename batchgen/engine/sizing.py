@@ -45,6 +45,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """auto is the model's own dtype; fp8 is float8_e4m3fn with a scale for each token and head."""
+    return dtype if name == "auto" else torch.float8_e4m3fn
+
+
 def prepare_cpu(threads: int | str) -> int:
     """Set torch's threads (auto: the cores this process may use), and keep freed memory in the process."""
     count = len(os.sched_getaffinity(0)) if threads == "auto" else int(threads)

@@ -96,8 +96,9 @@ def kv_cache_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tup
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the key/value cache, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Bytes that one token takes in a key/value cache of `dtype`, over all layers; float8 has a float32 scale per head."""
+    scale_bytes = 4 if dtype == torch.float8_e4m3fn else 0
+    return 2 * config.num_layers * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)
 
 
 def num_matmul_parameters(config: ModelConfig, *, lm_head: bool = True) -> int:

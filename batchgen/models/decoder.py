@@ -41,21 +41,22 @@ class Decoder(nn.Module):
         self.rope = rope_tables(config, max_model_len or config.max_supported_len, device)
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs, kv_cache: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: BatchInputs, kv_cache: torch.Tensor, kv_scale: torch.Tensor | None = None) -> torch.Tensor:
         """Compute one step; keys and values of its tokens are written into the cache.
 
-        kv_cache: `kv_cache_shape(config, ...)` of the model's dtype. Returns logits [num_sampled, vocab_size] float32, row i
+        kv_cache: `kv_cache_shape(config, ...)` of the model's dtype, or of float8_e4m3fn together with kv_scale, the same
+        shape without head_dim, float32. Returns logits [num_sampled, vocab_size] float32, row i
         for token row inputs.logits_indices[i]. On a CPU, the result for a token is bitwise the same in any step.
         """
         config, ops = self.config, self.ops
         num_rows = max(inputs.token_ids.shape[0], self.min_rows)
-        positions = pad_rows(inputs.positions, num_rows)
         attend = ops.plan_attention(inputs.attention, config.num_heads, config.num_kv_heads, config.head_dim)
         residual = nn.functional.embedding(pad_rows(inputs.token_ids, num_rows), self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm, config.rms_norm_eps)
         next_norms = [layer.input_norm for layer in self.layers][1:] + [self.final_norm]
-        for layer, layer_cache, next_norm in zip(self.layers, kv_cache, next_norms, strict=True):
-            x = layer.attention(x, self.rope, positions, inputs.slot_mapping, layer_cache, attend)
+        scales = [None] * config.num_layers if kv_scale is None else kv_scale
+        for layer, layer_cache, layer_scale, next_norm in zip(self.layers, kv_cache, scales, next_norms, strict=True):
+            x = layer.attention(x, self.rope, inputs.positions, inputs.slot_mapping, layer_cache, layer_scale, attend)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, config.rms_norm_eps)
             x = layer.mlp(x)
             x, residual = ops.add_rms_norm(x, residual, next_norm, config.rms_norm_eps)

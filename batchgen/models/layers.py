@@ -36,7 +36,7 @@ def norm_weight(size: int, device: torch.device, dtype: torch.dtype) -> nn.Param
 
 
 class Attention(nn.Module):
-    """Projections, QK-norm, rotary embedding, the write into the cache, and attention over it."""
+    """Projections, QK-norm, rotary embedding and the write into the cache in one op, and attention over the cache."""
 
     def __init__(self, config: ModelConfig, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,21 +53,19 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,  # [num_rows, hidden]; rows from num_tokens on are padding
         rope: tuple[torch.Tensor, torch.Tensor],
-        positions: torch.Tensor,  # [num_rows]
+        positions: torch.Tensor,  # [num_tokens]
         slot_mapping: torch.Tensor,  # [num_tokens]
         kv_cache: torch.Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]
+        kv_scale: torch.Tensor | None,  # [2, num_blocks, block_size, num_kv_heads], of a float8 cache
         attend: Any,
     ) -> torch.Tensor:
-        num_tokens = slot_mapping.shape[0]
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(x)[: positions.shape[0]].view(positions.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None:
-            q = self.ops.rms_norm(q, self.q_norm, self.eps)
-            k = self.ops.rms_norm(k, self.k_norm, self.eps)
-        self.ops.rotary_embedding(q, k, *rope, positions)
-        key_cache, value_cache = kv_cache.unbind(0)
-        self.ops.write_kv(k[:num_tokens], v[:num_tokens], key_cache, value_cache, slot_mapping)
-        out = attend(q[:num_tokens], key_cache, value_cache, self.scale)
+        scales = {} if kv_scale is None else {"key_scale": kv_scale[0], "value_scale": kv_scale[1]}
+        self.ops.rope_and_write_kv(
+            q, k, v, *kv_cache, slot_mapping, *rope, positions, self.q_norm, self.k_norm, self.eps, **scales
+        )
+        out = attend(q, *kv_cache, self.scale, **scales)
         return self.output(pad_rows(out.flatten(1), x.shape[0]))
 
 

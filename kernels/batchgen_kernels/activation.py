@@ -2,7 +2,7 @@
 
     silu(g) = g / (1 + e^-g)
     gelu(g) = g (1 + erf(g / sqrt 2)) / 2, or with approximate="tanh"
-    gelu(g) ~ g (1 + tanh u) / 2 = g / (1 + e^-2u),  u = sqrt(2 / pi) (g + 0.044715 g^3)            (Hendrycks and Gimpel 2016)
+    gelu(g) ~ g (1 + tanh u) / 2 = g / (1 + e^-2u),  u = sqrt(2 / pi) (g + 0.044715 g^3)          (Hendrycks and Gimpel 2016)
 
 x: [num_tokens, 2 * intermediate] (gate first) -> [num_tokens, intermediate], same dtype.
 """

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from batchgen_kernels.attention_options import AttentionOptions, check_options
+from batchgen_kernels.attention_plain import attention_plain
 from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 
@@ -184,7 +186,7 @@ def causal_attention(
 
 
 def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:
-    """See attention_reference.plan_attention_reference for the contract of the plan and of its result."""
+    """See AttentionPlan for what it returns. Options (a window, ...) are for attention_plain.py, which shares no reads."""
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group_size = num_q_heads // num_kv_heads
@@ -193,7 +195,21 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
     decode_tokens, buckets = decode_buckets(metadata)
     needs_packed = bool(levels) or any(p.context is not None for p in prefill_list)
 
-    def run(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        options = AttentionOptions(window, soft_cap, sinks, key_scale, value_scale)
+        check_options("attention", query, key_cache, options)
+        if any(options.used):
+            return attention_plain(metadata, query, key_cache, value_cache, scale, options)
         num_tokens = query.shape[0]
         by_head = query.view(num_tokens, num_kv_heads, group_size, head_dim)
         packed = by_head.transpose(0, 1).reshape(num_kv_heads, -1, head_dim) if needs_packed else query

@@ -4,7 +4,7 @@ A code is sign, 4 bits of exponent (bias 7), 3 bits of mantissa; from 2^-6 to 44
 multiples of 2^-9. 0x7F is NaN. No hardware conversion is used: sm_80 has none, and that of gfx942 is of another format.
 
 A row of the cache is the head_dim elements of one token and one head, stored as codes and one float32 scale:
-    a = max |x|;   scale = a / 448;   code = e4m3(x * (448 / a))                x ~ code * scale, within 2^-4 |x| where normal
+    a = max |x|;   scale = a / 448;   code = e4m3(x * (448 / a));            x ~ code * scale, within 2^-4 |x| where normal
 A row with a < 2^-100, zeros above all, has scale 1 (and so is stored as zeros). A row with a value that is not finite has
 scale NaN and codes NaN: it stays as wrong as it was.
 """
@@ -50,6 +50,15 @@ def encode_e4m3(x):
     code = tl.where(clamped < 0x3C800000, small, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(bits):
+    """uint8 -> float32, exact. The exponent's bias is 7 there and 127 here: shifted into place a number, a subnormal one
+    too, is 2^120 times too small."""
+    shifted = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000  # the sign fills all bits above it: keep one
+    x = shifted.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(tl.abs(x) == 480.0, float("nan"), x)
 
 
 @triton.jit

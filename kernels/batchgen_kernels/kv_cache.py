@@ -14,7 +14,7 @@ import torch
 from batchgen_kernels._triton import tl, triton
 from batchgen_kernels.float8 import E4M3, encode_e4m3, quantize_rows, row_maximum, row_scale
 
-COPY_ELEMENTS = 2048  # of a block, by one program
+COPY_BYTES = 4096  # of a block, by one program
 
 
 def write_kv_reference(
@@ -128,7 +128,10 @@ def write_kv_kernel(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     row = (block * stride_block + offset * stride_slot + head * stride_head)[:, None]
     scale_row = block * stride_scale_block + offset * stride_scale_slot + head
-    key_row, value_row = token * stride_key_token + head * stride_key_head, token * stride_value_token + head * stride_value_head
+    key_row, value_row = (
+        token * stride_key_token + head * stride_key_head,
+        token * stride_value_token + head * stride_value_head,
+    )
     key = tl.load(key_ptr + key_row[:, None] + dim, mask=cell_ok, other=0.0)
     value = tl.load(value_ptr + value_row[:, None] + dim, mask=cell_ok, other=0.0)
     store_heads(key_cache_ptr, key_scale_ptr, row, scale_row, head_ok, dim, dim_ok, key)
@@ -168,14 +171,15 @@ def check_write(
             f"got {key.dtype}, {value.dtype}, {key_cache.dtype}, {value_cache.dtype}"
         )
     if (of_cache == E4M3) != (key_scale is not None) or (key_scale is None) != (value_scale is None):
-        raise ValueError(f"{op}: key_scale and value_scale belong to caches of float8_e4m3fn, got caches of {key_cache.dtype}")
+        raise ValueError(
+            f"{op}: key_scale and value_scale belong to caches of float8_e4m3fn, got caches of {key_cache.dtype}"
+        )
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale is not None and (scale.shape != key_cache.shape[:3] or scale.dtype != torch.float32):
             raise ValueError(
                 f"{op}: {name} must be {list(key_cache.shape[:3])} float32, got {list(scale.shape)} {scale.dtype}"
             )
-    if key_scale is not None and value_scale is not None:
-        if key_scale.stride() != value_scale.stride() or key_scale.stride(-1) != 1:
+        if scale is not None and (scale.stride(-1) != 1 or scale.stride() != key_scale.stride()):  # type: ignore[union-attr]
             raise ValueError(f"{op}: key_scale and value_scale must have the same strides, dense in the last dimension")
 
 
@@ -245,8 +249,8 @@ def copy_blocks_triton(kv_cache: torch.Tensor, source: torch.Tensor, destination
     if source.numel() == 0:
         return
     size = kv_cache[0, 0, 0].numel()
-    block = min(COPY_ELEMENTS, triton.next_power_of_2(size))
+    block = min(COPY_BYTES // kv_cache.itemsize, triton.next_power_of_2(size))
     copy_blocks_kernel[(source.numel(), 2 * kv_cache.shape[0], -(-size // block))](
         as_bytes(kv_cache), source.contiguous(), destination.contiguous(), *kv_cache.stride()[:3],
-        SIZE=size, BLOCK=block, num_warps=4,
+        SIZE=size, BLOCK=block, num_warps=max(1, block * kv_cache.itemsize // 1024),  # 32 bytes a thread
     )  # fmt: skip

@@ -13,16 +13,20 @@ from __future__ import annotations
 import torch
 
 from batchgen_kernels._triton import tl, triton
+from batchgen_kernels.attention_options import NO_OPTIONS, AttentionOptions, check_options
 from batchgen_kernels.launch import Launch, current_architecture, decode_launch, num_processors, padded_head_dim
 from batchgen_kernels.paged_tile import (
+    INDEX_TENSORS,
     LOG2E,
     MAX_TILE_HEADS,
-    attend_tile,
+    attend_range,
+    cache_bytes,
     check_attention_inputs,
     check_index_tensors,
     dot_precision,
     finish_rows,
-    tile_block_ids,
+    first_state,
+    option_scalars,
 )
 
 MIN_SPLIT_KEYS = 256  # a shorter part costs more to merge than it saves
@@ -30,8 +34,8 @@ MAX_SPLITS = 64
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_splits"],
-    do_not_specialize_on_alignment=["table_ptr", "query_start_ptr", "seq_lens_ptr", "kv_start_ptr", "requests_ptr"],
+    do_not_specialize=["stride_table", "num_splits", "window"],
+    do_not_specialize_on_alignment=INDEX_TENSORS,
 )
 def paged_decode_kernel(
     q_ptr,
@@ -44,8 +48,16 @@ def paged_decode_kernel(
     seq_lens_ptr,
     kv_start_ptr,
     requests_ptr,
+    sinks_ptr,  # [num_q_heads] float32, natural, or None; None if SPLIT: a sink joins when the parts do
+    key_scale_ptr,  # float32, for caches of e4m3 bytes, or None
+    value_scale_ptr,
     num_splits,
     scale_log2,
+    cap_log2,  # or None
+    window,  # or None
+    stride_scale_block,
+    stride_scale_slot,
+    stride_scale_head,
     stride_q_token,
     stride_q_head,
     stride_out_token,
@@ -72,12 +84,21 @@ def paged_decode_kernel(
     split = tl.program_id(2)
     request = tl.load(requests_ptr + index).to(tl.int64)
     token = tl.load(query_start_ptr + request).to(tl.int64)
-    key_begin = tl.load(kv_start_ptr + request)
+    begin = tl.load(kv_start_ptr + request)
     key_end = tl.load(seq_lens_ptr + request)
+    if window is None:
+        key_begin = None
+    else:  # tiles stay where they are: the first one may be ragged, too
+        key_begin = tl.maximum(key_end - window, begin)
+        begin += (key_begin - begin) // BLOCK_N * BLOCK_N
     if SPLIT:  # whole tiles to each part, so that only the last one is ragged
-        part = tl.cdiv(tl.cdiv(key_end - key_begin, num_splits), BLOCK_N) * BLOCK_N
-        key_begin += split * part
-        key_end = tl.minimum(key_begin + part, key_end)
+        part = tl.cdiv(tl.cdiv(key_end - begin, num_splits), BLOCK_N) * BLOCK_N
+        begin += split * part
+        key_end = tl.minimum(begin + part, key_end)
+    full_end = begin + tl.maximum(key_end - begin, 0) // BLOCK_N * BLOCK_N
+    full_begin = begin
+    if window is not None:
+        full_begin = tl.minimum(begin + tl.where(begin < key_begin, BLOCK_N, 0), full_end)
 
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, PADDED_DIM)
@@ -86,30 +107,19 @@ def paged_decode_kernel(
     row_ok = (row < TILE_HEADS) & (group_head < GROUP)
     cell_ok = row_ok[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + token * stride_q_token + head[:, None] * stride_q_head + dim[None, :], mask=cell_ok, other=0.0)
-    position = tl.zeros([BLOCK_M], tl.int32) + key_end  # the only query token sees every key
 
-    k_ptr += kv_head.to(tl.int64) * stride_kv_head
-    v_ptr += kv_head.to(tl.int64) * stride_kv_head
-    table_row = table_ptr + request * stride_table
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-
-    full_end = key_begin + tl.maximum(key_end - key_begin, 0) // BLOCK_N * BLOCK_N
-    block_ids = tile_block_ids(table_row, key_begin, key_end, BLOCK_SIZE, BLOCK_N)
-    for first_key in range(key_begin, full_end, BLOCK_N):
-        next_ids = tile_block_ids(table_row, first_key + BLOCK_N, key_end, BLOCK_SIZE, BLOCK_N)
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, first_key, key_end, position, scale_log2,
-            stride_block, stride_slot, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION, MASKED=False,
-        )  # fmt: skip
-        block_ids = next_ids
-    if full_end < key_end:
-        acc, row_max, row_sum = attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, full_end, key_end, position, scale_log2,
-            stride_block, stride_slot, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION, MASKED=True,
-        )  # fmt: skip
-
+    kv_head = kv_head.to(tl.int64)
+    cache = (k_ptr + kv_head * stride_kv_head, v_ptr + kv_head * stride_kv_head, stride_block, stride_slot)
+    if key_scale_ptr is None:
+        scales = None
+    else:
+        scale_at = kv_head * stride_scale_head
+        scales = (key_scale_ptr + scale_at, value_scale_ptr + scale_at, stride_scale_block, stride_scale_slot)
+    acc, row_max, row_sum = first_state(sinks_ptr, head, row_ok, BLOCK_M, PADDED_DIM)
+    acc, row_max, row_sum = attend_range(
+        q, acc, row_max, row_sum, cache, scales, table_ptr + request * stride_table, begin, full_begin, full_end,
+        key_begin, key_end, None, None, scale_log2, cap_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
     out, lse = finish_rows(acc, row_max, row_sum)
     if SPLIT:
         out_row = (index * NUM_Q_HEADS + head) * num_splits + split
@@ -124,7 +134,7 @@ def paged_decode_kernel(
 
 @triton.jit(
     do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["query_start_ptr", "requests_ptr"],
+    do_not_specialize_on_alignment=["query_start_ptr", "requests_ptr", "sinks_ptr"],
 )
 def merge_splits_kernel(
     partial_out_ptr,
@@ -133,6 +143,7 @@ def merge_splits_kernel(
     lse_ptr,  # or None
     query_start_ptr,
     requests_ptr,
+    sinks_ptr,  # or None
     num_splits,
     stride_out_token,
     stride_out_head,
@@ -148,8 +159,12 @@ def merge_splits_kernel(
     token = tl.load(query_start_ptr + request).to(tl.int64)
     dim = tl.arange(0, PADDED_DIM)
     first_row = (index * NUM_Q_HEADS + head) * num_splits
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
+    if sinks_ptr is None:
+        top = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+    else:
+        top = tl.load(sinks_ptr + head)
+        total = tl.full([], 1.0, tl.float32)
     acc = tl.zeros([PADDED_DIM], tl.float32)
     for first in range(0, num_splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
@@ -197,6 +212,7 @@ def paged_decode(
     num_splits: int | None = None,
     launch: Launch | None = None,
     check: bool = True,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> None:
     """Writes `out` (and `lse`) for the one query token of each of the given requests; other rows are left alone.
 
@@ -206,6 +222,7 @@ def paged_decode(
     """
     if check:
         check_attention_inputs("paged_decode", query, key_cache, value_cache, out, lse)
+        check_options("paged_decode", query, key_cache, options)
         check_index_tensors("paged_decode", block_table, query_start, seq_lens, kv_start, requests)
     num_requests = requests.shape[0]
     if num_requests == 0:
@@ -218,15 +235,18 @@ def paged_decode(
     launch = launch or decode_launch(current_architecture(), head_dim, query.dtype)
     padded_dim = padded_head_dim(head_dim)
     if num_splits is None:
-        num_splits = choose_num_splits(num_requests * num_tiles, max_seq_len, num_processors(query.device))
+        max_keys = min(max_seq_len, options.window or max_seq_len)
+        num_splits = choose_num_splits(num_requests * num_tiles, max_keys, num_processors(query.device))
     split = num_splits > 1
     target, target_lse = out, lse
     if split:
         target = torch.empty((num_requests, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=query.device)
         target_lse = torch.empty((num_requests, num_q_heads, num_splits), dtype=torch.float32, device=query.device)
     paged_decode_kernel[(num_requests, num_tiles, num_splits)](
-        query, key_cache, value_cache, target, target_lse, block_table, query_start, seq_lens, kv_start, requests,
-        num_splits, scale * LOG2E, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        query, cache_bytes(key_cache), cache_bytes(value_cache), target, target_lse,
+        block_table, query_start, seq_lens, kv_start, requests,
+        None if split else options.sinks, options.key_scale, options.value_scale,
+        num_splits, scale * LOG2E, *option_scalars(options), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2), block_table.stride(0),
         NUM_Q_HEADS=num_q_heads, GROUP=group, TILE_HEADS=tile_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim,
         BLOCK_SIZE=block_size, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
@@ -234,6 +254,6 @@ def paged_decode(
     )  # fmt: skip
     if split:
         merge_splits_kernel[(num_requests, num_q_heads)](
-            target, target_lse, out, lse, query_start, requests, num_splits, out.stride(0), out.stride(1),
+            target, target_lse, out, lse, query_start, requests, options.sinks, num_splits, out.stride(0), out.stride(1),
             NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SPLITS=8, num_warps=1,
         )  # fmt: skip

@@ -16,7 +16,7 @@ OPS = {
         "rotary_embedding",
         lambda: ew.rotary_embedding_case(4, 32, 8, 128, 128, BF16),
     ),
-    "silu_and_mul_kernel": (activation, "silu_and_mul", lambda: ew.silu_and_mul_case(4, 14336, BF16)),
+    "act_and_mul_kernel": (activation, "silu_and_mul", lambda: ew.silu_and_mul_case(4, 14336, BF16)),
     "write_kv_kernel": (kv_cache, "write_kv", lambda: cache.write_kv_case([1, 2], 3, 16, 8, 128, BF16)),
     "copy_blocks_kernel": (kv_cache, "copy_blocks", lambda: cache.copy_blocks_case([(1, 2)], 2, 3, 16, 8, 128, BF16)),
     "merge_states_kernel": (merge_states, "merge_states", lambda: attention.merge_states_case(5, 32, 128, BF16)),

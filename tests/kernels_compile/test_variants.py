@@ -48,12 +48,12 @@ def test_one_variant_serves_every_batch(monkeypatch):
         (paged_prefill, "paged_prefill_kernel"),
         (rms_norm, "rms_norm_kernel"),
         (rotary, "rotary_embedding_kernel"),
-        (activation, "silu_and_mul_kernel"),
+        (activation, "act_and_mul_kernel"),
         (kv_cache, "write_kv_kernel"),
         (kv_cache, "copy_blocks_kernel"),
         (merge_states, "merge_states_kernel"),
     ]
-    monkeypatch.setattr(attention_triton, "num_processors", lambda device: 132)
+    monkeypatch.setattr(paged_decode, "num_processors", lambda device: 132)
     with contextlib.ExitStack() as stack:
         stack.enter_context(cross_compile.target("cuda", 90))
         variants = stack.enter_context(cross_compile.count_variants())

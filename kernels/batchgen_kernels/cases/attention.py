@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchgen_kernels.attention_options import AttentionOptions
 from batchgen_kernels.cases.case import Case, random_tensor
 from batchgen_kernels.metadata import AttentionMetadata
 
@@ -97,6 +98,28 @@ def paged_inputs(
     return PagedInputs(metadata, qkv[:, :num_q_heads], cache[0], cache[1], head_dim**-0.5)
 
 
+def with_options(
+    inputs: PagedInputs, window: int = 0, soft_cap: float = 0.0, sinks: bool = False, fp8: bool = False
+) -> tuple[PagedInputs, AttentionOptions]:
+    """The same inputs, with a float8 cache if asked for, and the options that go with them.
+
+    Scales differ from one to the next (the largest value of a head may be any byte but NaN), and are NaN where the cache is.
+    """
+    options = AttentionOptions(window, soft_cap)
+    if sinks:
+        options = options._replace(sinks=random_tensor(inputs.query.shape[1:2], torch.float32, 5, str(inputs.query.device)))
+    if fp8:
+        caches, scales = [], []
+        for seed, cache in enumerate((inputs.key_cache, inputs.value_cache)):
+            values = cache.float()
+            largest = 100 + 348 * torch.rand(cache.shape[:3], generator=torch.Generator().manual_seed(seed)).to(cache.device)
+            scales.append(values.abs().amax(-1) / largest)  # NaN if there is one
+            caches.append((values / scales[-1][..., None]).to(torch.float8_e4m3fn))
+        inputs = inputs._replace(key_cache=caches[0], value_cache=caches[1])
+        options = options._replace(key_scale=scales[0], value_scale=scales[1])
+    return inputs, options
+
+
 def plan_attention_case(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
@@ -106,25 +129,29 @@ def plan_attention_case(
     block_size: int,
     dtype: torch.dtype,
     device: str = "cpu",
+    poison: bool = True,
     **options: Any,
 ) -> Case:
+    """options: those of with_options."""
+
     def make() -> tuple[Any, ...]:
         shape = (query_lens, seq_lens, num_q_heads, num_kv_heads, head_dim, block_size)
-        return paged_inputs(*shape, dtype, device, **options)
+        return with_options(paged_inputs(*shape, dtype, device, poison=poison), **options)
 
     def call(plan_attention: Any, args: Any) -> list[torch.Tensor]:
-        metadata, query, key_cache, value_cache, scale = args
-        if getattr(plan_attention, "needs_finite_slots", False):  # its contract: see attention_torch
+        (metadata, query, key_cache, value_cache, scale), given = args
+        if getattr(plan_attention, "needs_finite_slots", False) and not any(given.used):  # its contract: see attention_torch
             owned = torch.cat(
                 [metadata.block_table.flatten().clamp(min=0).unique(), torch.zeros(1, dtype=torch.int32)]
             ).long()
             key_cache, value_cache = key_cache.clone(), value_cache.clone()
             key_cache[owned], value_cache[owned] = key_cache[owned].nan_to_num(0), value_cache[owned].nan_to_num(0)
         plan = plan_attention(metadata, num_q_heads, num_kv_heads, head_dim)
-        return [plan(query, key_cache, value_cache, scale)]
+        return [plan(query, key_cache, value_cache, scale, *given)]
 
     tokens = f"{list(query_lens)} of {list(seq_lens)} tokens"
-    return Case(f"{tokens}, {num_q_heads}/{num_kv_heads} heads of {head_dim}, blocks of {block_size}", make, call)
+    what = "".join(f", {name}{'' if value is True else f' {value}'}" for name, value in options.items())
+    return Case(f"{tokens}, {num_q_heads}/{num_kv_heads} heads of {head_dim}, blocks of {block_size}{what}", make, call)
 
 
 def merge_states_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -140,3 +167,9 @@ def plan_attention_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     yield plan_attention_case([1, 3], [37, 5], 7, 1, 96, 4, dtype, device)  # all heads on one kv head
     yield plan_attention_case([1, 2], [5, 7], 3, 3, 64, 1, dtype, device)  # one token a block
     yield plan_attention_case([1], [33], 20, 1, 64, 24, dtype, device)  # a large group; an odd block size
+    yield plan_attention_case([1, 37], [53, 69], 5, 1, 64, 16, dtype, device, window=21)
+    yield plan_attention_case([1, 9], [67, 20], 6, 2, 112, 32, dtype, device, soft_cap=3.0, sinks=True)
+    if dtype != torch.float16:  # whose weights and scales are rounded to bfloat16
+        yield plan_attention_case([1, 9], [53, 20], 6, 2, 80, 16, dtype, device, fp8=True)
+        everything = {"window": 30, "soft_cap": 3.0, "sinks": True, "fp8": True}
+        yield plan_attention_case([1, 5, 19], [130, 5, 60], 4, 4, 64, 64, dtype, device, **everything)

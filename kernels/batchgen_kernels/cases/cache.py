@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def rope_and_write_kv_case(
     interleaved: bool = False,
     float8: bool = False,
 ) -> Case:
-    """query, key and value are views of a fused qkv. Compared are all queries and values of it and the whole cache, NaN where
+    """query, key and value are views of a fused qkv. Compared are its queries and values and the whole cache, NaN where
     nothing is to be written; a float8 cache by what its codes and scales say."""
 
     def make() -> tuple[Any, ...]:
@@ -146,9 +147,7 @@ def copy_blocks_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 
 def rope_and_write_kv_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    def case(*sizes: Any, **options: bool) -> Case:
-        return rope_and_write_kv_case(*sizes, dtype, device, **options)
-
+    case = functools.partial(rope_and_write_kv_case, dtype=dtype, device=device)
     yield case([4, -1, 5, 79], 5, 16, 4, 2, 64, 64)
     yield case([18, 3], 8, 4, 9, 3, 128, 128, norm=True)
     yield case([3, -1, 2], 4, 1, 7, 1, 80, 32, norm=True)  # partial, as in Phi

@@ -58,7 +58,9 @@ def rotary_embedding_case(
         return [args[-1]]
 
     kind = ", interleaved" if interleaved else ""
-    return Case(f"{num_tokens} tokens {num_q_heads}/{num_kv_heads} heads of {head_dim}, {rotary_dim} rotate{kind}", make, call)
+    return Case(
+        f"{num_tokens} tokens {num_q_heads}/{num_kv_heads} heads of {head_dim}, {rotary_dim} rotate{kind}", make, call
+    )
 
 
 def angles(rotary_dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
