@@ -161,6 +161,9 @@ class SamplingSection(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Sample among the likeliest tokens that together hold this probability; 1 is off"
     )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Sample among tokens at least this times as likely as the likeliest; 0 is off"
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Same seed, same draws, at any batch size and after any restart")
     stop: list[str] = Field(default_factory=list, description="Texts that end an answer; the answer is cut before them")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(

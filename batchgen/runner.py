@@ -261,7 +261,8 @@ def answer(
         prefix_cache=job.engine.prefix_cache,
         prefix_groups=job.engine.prefix_cache and ops.shares_prefix_reads,
     )
-    sampling = SamplingConfig(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p, job.sampling.seed)
+    chosen = job.sampling
+    sampling = SamplingConfig(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed, chosen.min_p)
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
     meter = Meter(window, n, inputs.max_tokens, progress)
 

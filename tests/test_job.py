@@ -67,6 +67,8 @@ def test_defaults(write):
         ("sampling: {temperature: -0.1}", "sampling.temperature: must be at least 0.*, not -0.1"),
         ("sampling: {top_p: 0}", "sampling.top_p: must be more than 0.*, not 0"),
         ("sampling: {top_p: 1.01}", "sampling.top_p: must be at most 1.*, not 1.01"),
+        ("sampling: {min_p: -0.1}", "sampling.min_p: must be at least 0.*, not -0.1"),
+        ("sampling: {min_p: 1.5}", "sampling.min_p: must be at most 1.*, not 1.5"),
         ("sampling: {n: 0}", "sampling.n: must be at least 1, not 0"),
         ("engine: {device: tpu}", 'engine.device: must be auto, cpu, cuda or cuda:N .*"tpu"'),
         ("engine: {dtype: int8}", "engine.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'"),

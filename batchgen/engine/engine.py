@@ -93,7 +93,7 @@ class Engine:
             slots = step.sample_slots
             keys = row_keys[state.position[slots]]
             output_index = state.num_tokens[slots] - state.num_prompt[slots]
-            token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index)
+            token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index, self.ops)
             times.append(perf_counter())
             if on_step is not None:
                 on_step(step, scheduler)

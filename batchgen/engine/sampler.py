@@ -1,8 +1,10 @@
 """The next token of each sampled row. A draw depends on (job seed, row key, sample index, position) and the logits only.
 
 Greedy at temperature 0 (or so low that the scaled logits would overflow). Otherwise, in the order of Hugging Face:
-temperature, top-k, top-p; then the inverse of the cumulative distribution at one uniform number from Philox4x32-10
-(Salmon et al. 2011), keyed by the seed and counted by row, sample and position.
+temperature, top-k, top-p, min-p; then, on the triton backend, Gumbel-max on the device (`batchgen_kernels.sampling`), and
+else the inverse of the cumulative distribution at one uniform number: noise for each token of the vocabulary would cost a
+CPU as much as the model. Both number from Philox4x32-10 (Salmon et al. 2011), keyed by the seed and counted by row, sample
+and position; they give different tokens of one distribution.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from batchgen_kernels import Ops
+from batchgen_kernels.sampling import MIN_TEMPERATURE
 
-MIN_TEMPERATURE = 1e-3  # below this the distribution is a point in every dtype: greedy
 TOP_P_CANDIDATES = 256  # sorted first; a row whose nucleus is larger is sorted whole
 
 
 class SamplingConfig(NamedTuple):
-    """temperature 0 = greedy; top_k 0 = off; top_p 1 = off."""
+    """temperature 0 = greedy; top_k 0 = off; top_p 1 = off; min_p 0 = off."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
 
 def philox(counter: np.ndarray, seed: int) -> np.ndarray:
@@ -53,15 +57,64 @@ def sample(
     row_keys: np.ndarray,
     sample_index: np.ndarray,
     positions: np.ndarray,
+    ops: Ops,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """logits [K, vocab] float -> token ids [K] int32, and whether the row's logits were finite [K] bool."""
+    """logits [K, vocab] float -> token ids [K] int32, and whether the row's logits were usable [K] bool.
+
+    row_keys: [K] uint64; sample_index, positions (of the output): [K].
+    """
+    if ops.backend == "triton":
+        return sample_by_gumbel_max(logits, config, row_keys, sample_index, positions, ops)
+    return sample_by_inversion(logits, config, row_keys, sample_index, positions)
+
+
+def sample_by_gumbel_max(
+    logits: torch.Tensor,
+    config: SamplingConfig,
+    row_keys: np.ndarray,
+    sample_index: np.ndarray,
+    positions: np.ndarray,
+    ops: Ops,
+) -> tuple[np.ndarray, np.ndarray]:
+    """On the logits' device; ids and flags are all that leaves it."""
+
+    def on_device(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(logits.device)
+
+    def in_each_row(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
+
+    greedy = config.temperature < MIN_TEMPERATURE
+    ids, finite = ops.sample_tokens(
+        logits,
+        in_each_row(config.temperature, torch.float32),
+        in_each_row(min(config.top_k, 2**31 - 1), torch.int32),
+        in_each_row(config.top_p, torch.float32),
+        in_each_row(config.min_p, torch.float32),
+        on_device(row_keys.view(np.int64), np.int64),
+        on_device(sample_index, np.int32),
+        on_device(positions, np.int32),
+        config.seed,
+        filtered=not greedy and (config.top_k > 0 or config.top_p < 1.0 or config.min_p > 0.0),
+    )
+    return ids.cpu().numpy(), finite.cpu().numpy()
+
+
+def sample_by_inversion(
+    logits: torch.Tensor,
+    config: SamplingConfig,
+    row_keys: np.ndarray,
+    sample_index: np.ndarray,
+    positions: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """In plain torch, with the random numbers made on the host."""
     top, best = logits.max(dim=-1)
     finite = torch.isfinite(top).cpu().numpy()
     if config.temperature < MIN_TEMPERATURE or config.top_k == 1 or config.top_p <= 0.0:
         return best.to(torch.int32).cpu().numpy(), finite
     scaled = (logits.float() - top[:, None].float()) / config.temperature
     probabilities = torch.softmax(torch.nan_to_num(scaled, nan=0.0), dim=-1)
-    keep_top(probabilities, config.top_k, config.top_p)
+    keep_top(probabilities, config.top_k, config.top_p, config.min_p)
     u = torch.from_numpy(uniforms(config.seed, row_keys, sample_index, positions)).to(logits.device)
     # in float64, so that the tail of a large vocabulary is not lost; renormalised by the total
     cumulative = probabilities.double().cumsum(dim=-1)
@@ -71,22 +124,24 @@ def sample(
     return torch.where(dropped, best, ids).to(torch.int32).cpu().numpy(), finite
 
 
-def keep_top(probabilities: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Zero, in place, what top-k and then top-p (over what top-k left, renormalised) drop. probabilities: [K, vocab].
+def keep_top(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> None:
+    """Zero, in place, what top-k, then top-p (over what top-k left, renormalised), then min-p drop.
 
-    top-p keeps the smallest set of most likely tokens whose sum reaches top_p, ties with its least likely included.
+    probabilities: [K, vocab]. top-p keeps the smallest set of most likely tokens whose sum reaches top_p, ties with its
+    least likely included; min-p what is at least min_p times as likely as the most likely.
     """
     vocab = probabilities.shape[-1]
     if 0 < top_k < vocab:
         smallest = probabilities.topk(top_k, dim=-1).values[:, -1:]
         probabilities.masked_fill_(probabilities < smallest, 0.0)
-    if top_p >= 1.0:
-        return
-    total = probabilities.sum(-1, keepdim=True)
-    ranked = probabilities.topk(min(TOP_P_CANDIDATES, vocab), dim=-1).values
-    if bool((ranked.sum(-1, keepdim=True) < top_p * total).any()):
-        ranked = probabilities.sort(dim=-1, descending=True).values
-    reached = ranked.cumsum(-1) >= top_p * total
-    last = reached.int().argmax(-1, keepdim=True)  # the first rank at which the sum is reached
-    last = torch.where(reached.any(-1, keepdim=True), last, ranked.shape[-1] - 1)
-    probabilities.masked_fill_(probabilities < ranked.gather(1, last), 0.0)
+    if top_p < 1.0:
+        total = probabilities.sum(-1, keepdim=True)
+        ranked = probabilities.topk(min(TOP_P_CANDIDATES, vocab), dim=-1).values
+        if bool((ranked.sum(-1, keepdim=True) < top_p * total).any()):
+            ranked = probabilities.sort(dim=-1, descending=True).values
+        reached = ranked.cumsum(-1) >= top_p * total
+        last = reached.int().argmax(-1, keepdim=True)  # the first rank at which the sum is reached
+        last = torch.where(reached.any(-1, keepdim=True), last, ranked.shape[-1] - 1)
+        probabilities.masked_fill_(probabilities < ranked.gather(1, last), 0.0)
+    if min_p > 0.0:
+        probabilities.masked_fill_(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0.0)

@@ -91,7 +91,8 @@ def gather_logprobs_triton(logits: torch.Tensor, ids: torch.Tensor) -> tuple[tor
     if num_rows == 0:
         return logprob, lse
     num_chunks = -(-vocab // CHUNK)
-    top, total = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
+    top = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    total = torch.empty_like(top)  # not a view of one tensor with top: its alignment would follow the batch
     sum_chunk_kernel[(num_rows, num_chunks)](logits, top, total, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=8)
     gather_logprobs_kernel[(num_rows,)](
         logits, ids, top, total, logprob, lse, ids.shape[1], logits.stride(0), ids.stride(0), ids.stride(1),

@@ -5,7 +5,7 @@
 which has the distribution of the softmax over the survivors (Gumbel 1954; Maddison et al. 2014). No sort, and no
 probability is written. logits: [K, vocab]; the parameters are [K], a row each.
 
-**Greedy** rows (temperature below MIN_TEMPERATURE, top_k 1 or top_p <= 0) take the largest logit, the lowest id among equals.
+**Greedy** rows (temperature below MIN_TEMPERATURE, top_k 1 or top_p <= 0) take the largest logit, the lowest id of equals.
 
 **Survivors**, in Hugging Face's order: temperature; top-k, with all ties of the k-th; top-p over what top-k left,
 renormalised: the smallest set of most likely tokens whose sum reaches top_p, ties with the least likely included; min-p:
@@ -19,8 +19,8 @@ a bijection for position < 2^24, sample index < 2^20, vocab <= 2^22: no two draw
 its small values (large noise), with steps of 2^-32: g lies in [-3.14, 22.88], and only tokens less likely than about 2^-32
 are drawn too seldom.
 
-**The same token everywhere.** A draw depends on the row's logits and parameters, seed, row key, sample index, position; never
-on the batch, the tiles or the GPU. Logarithm and exponential are polynomials in float32 products and sums, compiled
+**The same token everywhere.** A draw depends on the row's logits and parameters, seed, row key, sample index and position;
+never on the batch, the tiles or the GPU. Logarithm and exponential are polynomials in float32 products and sums, compiled
 without fused multiply-add; top-p sums integers (2^40 exp(x - max), rounded down), so in any order.
 """
 
@@ -35,11 +35,11 @@ MIN_TEMPERATURE = 1e-3  # below this the distribution is a point in every dtype:
 MAX_VOCAB = 1 << 22  # what the counter and the 64-bit sums of weights hold
 CHUNK = 4096  # tokens of a program that scores; more programs a row help few rows, and cost nothing with many
 BLOCK = 2048  # tokens of a tile of the threshold search, which takes a program a row
-PIVOTS = 8  # values a pass of the search compares with
+PIVOTS = 4  # values that a pass of the search compares with; 8 spill
 MASK32 = 0xFFFFFFFF
 
 
-def ln_series(f):  # type: ignore[no-untyped-def]
+def ln_series(f):
     """ln(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1], relative error 2e-7. Tensors of torch or, compiled, of triton."""
     r = f * -0.10082377 + 0.161805
     r = r * f - 0.17243226
@@ -50,7 +50,7 @@ def ln_series(f):  # type: ignore[no-untyped-def]
     return f * (r * f + 1.0)
 
 
-def exp2_series(f):  # type: ignore[no-untyped-def]
+def exp2_series(f):
     """2^f for f in [0, 1), relative error 1e-7, exactly 1 at 0. Tensors of torch or, compiled, of triton."""
     r = f * 0.0018671302 + 0.00901703
     r = r * f + 0.055799913
@@ -62,7 +62,7 @@ def exp2_series(f):  # type: ignore[no-untyped-def]
 # ---- reference and torch --------------------------------------------------------------------------------------------
 
 
-def philox(counter: tuple[torch.Tensor, ...], seed: int) -> list[torch.Tensor]:
+def philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
     """Philox4x32-10. counter: four int64 tensors with values below 2^32; seed: the 64-bit key. Returns four like them."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK32, seed >> 32 & MASK32
@@ -80,18 +80,29 @@ def ln(y: torch.Tensor) -> torch.Tensor:
     return exponent.float() * 0.6931472 + ln_series((bits - (exponent << 23)).view(torch.float32) - 1.0)
 
 
+def gumbel(word: torch.Tensor) -> torch.Tensor:
+    """-ln(-ln(u)) float32 for u = 1 - (word + 1/2) / 2^32; word: int64 below 2^32."""
+    below = ln_series((word.float() + 0.5) * -(2.0**-32))
+    u = ((word ^ MASK32).float() + 0.5) * 2.0**-32
+    return -ln(-torch.where(word < 1 << 30, below, ln(u)))  # near 1, u itself would have lost its small difference to 1
+
+
+def noise_counter(
+    row_keys: torch.Tensor, sample_index: torch.Tensor, positions: torch.Tensor, block: torch.Tensor
+) -> list[torch.Tensor]:
+    """The four words (int64) of the Philox counter of tokens 4 block .. 4 block + 3; the arguments broadcast."""
+    sample, position = sample_index.long(), positions.long()
+    words = row_keys & MASK32, row_keys >> 32 & MASK32, position | (block & 0xFF) << 24, sample | block >> 8 << 20
+    return list(torch.broadcast_tensors(*words))
+
+
 def gumbel_noise(
     row_keys: torch.Tensor, sample_index: torch.Tensor, positions: torch.Tensor, vocab: int, seed: int
 ) -> torch.Tensor:
-    """[K, vocab] float32 of the standard Gumbel distribution; row_keys int64, sample_index and positions int32, all [K]."""
-    block = torch.arange(-(-vocab // 4), device=row_keys.device)[None]
-    key, sample, position = row_keys[:, None], sample_index.long()[:, None], positions.long()[:, None]
-    counter = (key & MASK32, key >> 32 & MASK32, position | (block & 0xFF) << 24, sample | block >> 8 << 20)
-    words = philox(torch.broadcast_tensors(*counter), seed)
-    r = torch.stack(words, -1).flatten(1)[:, :vocab]
-    below = ln_series((r.float() + 0.5) * -(2.0**-32))  # u = 1 - (r + 1/2) / 2^32
-    u = ((r ^ MASK32).float() + 0.5) * 2.0**-32
-    return -ln(-torch.where(r < 1 << 30, below, ln(u)))
+    """[K, vocab] float32; row_keys int64, sample_index and positions int32, all [K]."""
+    block = torch.arange(-(-vocab // 4), device=row_keys.device)
+    counter = noise_counter(row_keys[:, None], sample_index[:, None], positions[:, None], block)
+    return gumbel(torch.stack(philox(counter, seed), -1).flatten(1)[:, :vocab])
 
 
 def fixed_point_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -465,13 +476,7 @@ def sample_tokens_triton(
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows == 0:
         return ids, finite
-    threshold = None
-    if filtered:
-        threshold = torch.empty(num_rows, dtype=torch.int32, device=device)
-        threshold_kernel[(num_rows,)](
-            logits, temperature, top_k, top_p, min_p, threshold, vocab, logits.stride(0),
-            MIN_TEMPERATURE=MIN_TEMPERATURE, BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=16, enable_fp_fusion=False,
-        )  # fmt: skip
+    threshold = find_thresholds(logits, temperature, top_k, top_p, min_p) if filtered else None
     num_chunks = -(-vocab // CHUNK)
     score = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
@@ -485,6 +490,19 @@ def sample_tokens_triton(
         NUM_CHUNKS=num_chunks, PADDED_CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1,
     )  # fmt: skip
     return ids, finite
+
+
+def find_thresholds(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """[K] int32: the least `order_key` of a logit that survives in each row; that of -inf in greedy rows."""
+    num_rows, vocab = logits.shape
+    threshold = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    threshold_kernel[(num_rows,)](
+        logits, temperature, top_k, top_p, min_p, threshold, vocab, logits.stride(0),
+        MIN_TEMPERATURE=MIN_TEMPERATURE, BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return threshold
 
 
 def check_logits(op: str, logits: torch.Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from fake_device import trie_edge_tokens
 from toy import make_toy_model
 from toy_engine import ORDERS, Oracle, ToyEngine, tree_of_prompts
 
-from batchgen.engine.sampler import SamplingConfig, sample
+from batchgen.engine.sampler import SamplingConfig, sample_by_inversion
 from batchgen.records import FinishReason
 
 MAX_TOKENS = 12
@@ -138,7 +138,7 @@ def test_sampled_tokens_equal_draws_from_the_logits_of_transformers(num_samples:
         for position in range(max_tokens):
             with torch.inference_mode():
                 logits = case.oracle.model(torch.tensor([sequence])).logits[:, -1]
-            drawn, _ = sample(logits, sampling, keys[i : i + 1], np.array([s]), np.array([position]))
+            drawn, _ = sample_by_inversion(logits, sampling, keys[i : i + 1], np.array([s]), np.array([position]))
             sequence.append(int(drawn[0]))
         assert tokens == sequence[len(prompts[i]) :], (i, s)
 

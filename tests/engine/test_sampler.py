@@ -8,7 +8,7 @@ import torch
 from toy import make_toy_model
 from toy_engine import ToyEngine, tree_of_prompts
 
-from batchgen.engine.sampler import SamplingConfig, keep_top, philox, sample, uniforms
+from batchgen.engine.sampler import SamplingConfig, keep_top, philox, sample_by_inversion, uniforms
 
 NUM_DRAWS = 20_000
 
@@ -16,7 +16,7 @@ NUM_DRAWS = 20_000
 def draw(logits: torch.Tensor, config: SamplingConfig, n: int = NUM_DRAWS) -> np.ndarray:
     """n draws from one row of logits, as n rows with keys 0..n-1."""
     zeros = np.zeros(n, np.int32)
-    ids, finite = sample(logits.expand(n, -1), config, np.arange(n, dtype=np.uint64), zeros, zeros)
+    ids, finite = sample_by_inversion(logits.expand(n, -1), config, np.arange(n, dtype=np.uint64), zeros, zeros)
     assert finite.all()
     return ids
 
@@ -119,7 +119,7 @@ def test_extreme_settings_give_ids_of_the_vocabulary(dtype: torch.dtype) -> None
     best = logits.float().argmax(-1).numpy()
     unique_best = (logits == logits.max(-1, keepdim=True).values).sum(-1).numpy() == 1
     for config in EDGES:
-        ids, finite = sample(logits, config, keys, zeros, zeros)
+        ids, finite = sample_by_inversion(logits, config, keys, zeros, zeros)
         assert finite.all() and ids.dtype == np.int32
         assert ((ids >= 0) & (ids < 50)).all(), config
         if config.temperature <= 1e-4 or config.top_k == 1 or config.top_p <= 1e-9:
@@ -131,7 +131,7 @@ def test_masked_and_infinite_logits() -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor([[0.0, -inf, 0.0], [0.0, inf, 1.0], [nan, 0.0, 1.0], [1.0, 2.0, 3.0], [-inf, -inf, -inf]])
     for config in (SamplingConfig(), SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.0, top_k=2, top_p=0.9)):
-        ids, finite = sample(logits, config, np.arange(5, dtype=np.uint64), np.zeros(5), np.zeros(5))
+        ids, finite = sample_by_inversion(logits, config, np.arange(5, dtype=np.uint64), np.zeros(5), np.zeros(5))
         assert finite.tolist() == [True, False, False, True, False]
         assert ((ids >= 0) & (ids < 3)).all() and ids[0] != 1
 
@@ -142,11 +142,11 @@ def test_a_draw_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     logits = torch.randn(40, 700, generator=generator) * torch.linspace(0.01, 5, 40)[:, None]
     keys, position = np.arange(40, dtype=np.uint64), np.arange(40)
     config = SamplingConfig(temperature=0.9, top_k=500, top_p=0.95, seed=4)
-    together, _ = sample(logits, config, keys, position, position)
+    together, _ = sample_by_inversion(logits, config, keys, position, position)
     rows = [slice(i, i + 1) for i in range(40)]
-    alone = [int(sample(logits[r], config, keys[r], position[r], position[r])[0][0]) for r in rows]
+    alone = [int(sample_by_inversion(logits[r], config, keys[r], position[r], position[r])[0][0]) for r in rows]
     assert together.tolist() == alone
-    flipped, _ = sample(logits.flip(0), config, keys[::-1], position[::-1], position[::-1])
+    flipped, _ = sample_by_inversion(logits.flip(0), config, keys[::-1], position[::-1], position[::-1])
     assert flipped[::-1].tolist() == alone
 
 
