@@ -1,15 +1,17 @@
 """The gates themselves: what makes a kernel slow without making it wrong turns one of them red."""
 
-import importlib.util
-import tempfile
+import sys
 from pathlib import Path
 
 import cross_compile
 import pytest
 import torch
-from batchgen_kernels import launch, merge_states, paged_decode, paged_prefill
+from batchgen_kernels import launch, merge_states, paged_decode, paged_prefill, paged_tile
 from batchgen_kernels.cases.attention import paged_inputs
 from gates import BF16, TARGETS, assert_copies_in_flight, assert_one_variant, assert_sound, assert_wide_loop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from mutants import make_mutate
 
 
 def decode(module=paged_decode, target="sm_90", pad=0, head_dim=128):
@@ -38,18 +40,10 @@ def prefill(target, head_dim, tile):
         return cross_compile.report(launches[0].kernel)
 
 
-def edited(module, *edits):
-    """`module` with each (old, new) of its text replaced, as a module of its own."""
-    text = Path(module.__file__).read_text()
-    for old, new in edits:
-        assert old in text, f"{module.__name__} no longer has {old!r}: plant the regression anew"
-        text = text.replace(old, new)
-    path = Path(tempfile.mkdtemp()) / Path(module.__file__).name
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(module.__name__, path)
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    return mutant
+@pytest.fixture
+def mutate(monkeypatch, tmp_path):
+    """As in tests/kernels: mutate("paged_tile", old, new, entry="paged_decode") -> paged_decode with that in paged_tile."""
+    return make_mutate(monkeypatch, tmp_path)
 
 
 def test_what_is_planted_below_is_sound_as_it_is():
@@ -86,20 +80,20 @@ def test_a_cache_whose_strides_are_no_multiple_of_16_elements():
         assert_copies_in_flight(r, launch.decode_launch("sm_90", 128, BF16))
 
 
-def test_a_block_id_loaded_in_the_trip_that_needs_it():
-    same_trip = edited(
-        paged_decode,
-        ("next_ids = tile_block_ids(table_row, first_key + BLOCK_N,", "block_ids = tile_block_ids(table_row, first_key,"),
-        ("        block_ids = next_ids\n", ""),
-    )
-    r = decode(same_trip)
-    assert r["async_waits"] and max(r["async_waits"]) == 0  # copies, but none in flight
+def test_a_block_id_loaded_in_the_trip_that_needs_it(mutate):
+    text = Path(paged_tile.__file__).read_text()
+    begin = text.index("        next_ids = tile_block_ids(table_row, first_key + BLOCK_N,")
+    carried = "        block_ids = next_ids\n"
+    trip = text[begin : text.index(carried, begin) + len(carried)]
+    same = trip.replace("next_ids =", "block_ids =").replace("first_key + BLOCK_N", "first_key")
+    r = decode(mutate("paged_tile", trip, same.replace(carried, ""), entry="paged_decode"))
+    assert r["async_waits"] and 0 in r["async_waits"]  # copies, but none in flight
     with pytest.raises(AssertionError):
         assert_copies_in_flight(r, launch.decode_launch("sm_90", 128, BF16))
 
 
-def test_an_integer_of_the_batch_that_is_specialised():
-    specialised = edited(merge_states, ('@triton.jit(do_not_specialize=["num_rows"])', "@triton.jit"))
+def test_an_integer_of_the_batch_that_is_specialised(mutate):
+    specialised = mutate("merge_states", '@triton.jit(do_not_specialize=["num_rows"])', "@triton.jit")
 
     def variants_of(module):
         with cross_compile.target("cuda", 90), cross_compile.count_variants() as variants:
