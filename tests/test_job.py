@@ -226,7 +226,8 @@ def test_settings_that_change_answers(write, tmp_path):
     harmless = ["engine.device=cpu", "engine.block_size=4", "engine.threads=2", "engine.max_running_requests=3"]
     harmless += ["output.path=y", "output.commit_rows=1", "output.extract.pattern=a", "engine.kv_memory=1GiB"]
     assert changed(*harmless) == set()
-    for override in ("sampling.seed=1", "model.path=b/c", "prompt.user=x", "input.limit=3", "engine.dtype=float32"):
+    answers = ("sampling.seed=1", "model.path=b/c", "prompt.user=x", "input.limit=3", "engine.dtype=float32")
+    for override in (*answers, "engine.kv_dtype=fp8"):
         assert changed(override) == {override.partition("=")[0]}
     (tmp_path / "p.txt").write_text("two")
     assert changed() == {"prompt.files.p"}
