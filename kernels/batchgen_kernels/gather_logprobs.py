@@ -2,8 +2,8 @@
 
     logprob[i, j] = logits[i, ids[i, j]] - lse[i],     lse[i] = ln sum_v exp(logits[i, v])
 
-logits: [K, vocab]; ids: [K, n] int64 or int32. -> (logprob [K, n] float32, lse [K] float32). Chunks of a row are summed apart,
-each below its own maximum, and their sums put together in a fixed order: a row's result does not depend on the batch.
+logits: [K, vocab]; ids: [K, n] int64 or int32. -> (logprob [K, n] float32, lse [K] float32). Chunks of a row are summed
+apart, each below its own maximum, and put together in a fixed order: a row's result does not depend on the batch.
 The maximum leaves the logit before the logarithm does, so large logits cost no digits.
 A row of nothing but -inf has lse -inf and no meaning; a NaN or +inf in a row makes lse and logprob NaN.
 """

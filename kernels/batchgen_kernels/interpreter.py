@@ -4,6 +4,7 @@ Without them, with triton 3.6:
   * bfloat16 is kept as 16-bit patterns and arithmetic runs on the *bits*: no error, only garbage;
   * float32 -> bfloat16 truncates and float32 -> float8 loses the carry, where a GPU rounds to nearest even;
   * tl.dot on float32 is exact although a GPU uses tf32 unless told `input_precision="ieee"`: an error of 3e-4 is hidden;
+  * tl.fma rounds twice, product and sum, where a GPU rounds once;
   * with numpy >= 2.4 every `range(tensor)` raises "only 0-dimensional arrays can be converted to Python scalars";
   * every call of a nested @triton.jit function patches the whole language again (1.3 to 1.6x of the run time).
 Each repair is one function below, to be deleted when triton no longer needs it. `_triton.py` calls `repair()`.
@@ -31,6 +32,7 @@ def repair() -> None:
     if _repaired:
         return
     _repaired = True
+    _repair_fma()
     _repair_arithmetic()
     _repair_dot()
     _repair_casts()
@@ -69,6 +71,27 @@ def _values(handle: Any) -> Any:
 
 def _as_float32(handle: Any) -> Any:
     return TensorHandle(bits_to_float(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+def _repair_fma() -> None:
+    builder = interpreter.InterpreterBuilder
+    original = builder.create_fma
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if x.data.dtype != np.float32:
+            return original(self, x, y, z)
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            product = x.data.astype(np.float64) * y.data  # exact
+            total = product + z.data
+            added = total - product
+            dropped = (product - (total - added)) + (z.data - added)
+        # to odd, so that rounding to float32 afterwards is as if there had been no rounding before
+        bits = np.atleast_1d(total).view(np.int64).reshape(np.shape(total))
+        inexact = (dropped != 0) & np.isfinite(total) & (bits & 1 == 0)
+        bits = bits + np.where(inexact, np.where((dropped > 0) == (total > 0), 1, -1), 0)
+        return TensorHandle(np.atleast_1d(bits).view(np.float64).reshape(np.shape(bits)).astype(np.float32), x.dtype)
+
+    builder.create_fma = create_fma
 
 
 def _repair_arithmetic() -> None:

@@ -20,8 +20,9 @@ its small values (large noise), with steps of 2^-32: g lies in [-3.14, 22.88], a
 are drawn too seldom.
 
 **The same token everywhere.** A draw depends on the row's logits and parameters, seed, row key, sample index and position;
-never on the batch, the tiles or the GPU. Logarithm and exponential are polynomials in float32 products and sums, compiled
-without fused multiply-add; top-p sums integers (2^40 exp(x - max), rounded down), so in any order.
+never on the batch, the tiles or the GPU. Logarithm and exponential are polynomials of fused multiply-adds, and no
+product outside one meets a sum, so that a compiler has no choice of rounding; top-p sums integers (2^40 exp(x - max),
+rounded down), so in any order.
 """
 
 from __future__ import annotations
@@ -39,27 +40,42 @@ PIVOTS = 4  # values that a pass of the search compares with; 8 spill
 MASK32 = 0xFFFFFFFF
 
 
-def ln_series(f):
-    """ln(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1], relative error 2e-7. Tensors of torch or, compiled, of triton."""
-    r = f * -0.10082377 + 0.161805
-    r = r * f - 0.17243226
-    r = r * f + 0.19906883
-    r = r * f - 0.24971229
-    r = r * f + 0.33334714
-    r = r * f - 0.5000032
-    return f * (r * f + 1.0)
+def ln_series(f, fma):
+    """ln(1 + f) for f in [sqrt(1/2) - 1, sqrt(2) - 1], relative error 2e-7. Of torch's tensors or, compiled, of triton's."""
+    r = fma(f, -0.10082377, 0.161805)
+    r = fma(r, f, -0.17243226)
+    r = fma(r, f, 0.19906883)
+    r = fma(r, f, -0.24971229)
+    r = fma(r, f, 0.33334714)
+    r = fma(r, f, -0.5000032)
+    return f * fma(r, f, 1.0)
 
 
-def exp2_series(f):
-    """2^f for f in [0, 1), relative error 1e-7, exactly 1 at 0. Tensors of torch or, compiled, of triton."""
-    r = f * 0.0018671302 + 0.00901703
-    r = r * f + 0.055799913
-    r = r * f + 0.24016444
-    r = r * f + 0.6931513
-    return r * f + 1.0
+def exp2_series(f, fma):
+    """2^f for f in [0, 1), relative error 1e-7, exactly 1 at 0. Of torch's tensors or, compiled, of triton's."""
+    r = fma(f, 0.0018671302, 0.00901703)
+    r = fma(r, f, 0.055799913)
+    r = fma(r, f, 0.24016444)
+    r = fma(r, f, 0.6931513)
+    return fma(r, f, 1.0)
 
 
 # ---- reference and torch --------------------------------------------------------------------------------------------
+
+
+def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+    """a * b + c in float32, rounded once, as every GPU does it."""
+    b, c = (t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32) for t in (b, c))
+    product = a.double() * b.double()  # exact
+    total = product + c.double()
+    bits = total.view(torch.int64)
+    halfway = bits & 0x1FFFFFFF == 0x10000000  # between two float32: what the first rounding dropped decides the second
+    if halfway.any():
+        added = total - product
+        dropped = (product - (total - added)) + (c.double() - added)
+        step = torch.where((dropped > 0) == (total > 0), 1, -1)
+        total = (bits + torch.where(halfway & (dropped != 0), step, 0)).view(torch.float64)
+    return total.float()
 
 
 def philox(counter: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -77,12 +93,13 @@ def ln(y: torch.Tensor) -> torch.Tensor:
     """ln(y) of normal positive float32, bit by bit what the kernels compute."""
     bits = y.view(torch.int32)
     exponent = (bits - 0x3F3504F3) >> 23  # so that y / 2^exponent lies in [sqrt(1/2), sqrt(2))
-    return exponent.float() * 0.6931472 + ln_series((bits - (exponent << 23)).view(torch.float32) - 1.0)
+    fraction = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    return fma(exponent.float(), 0.6931472, ln_series(fraction, fma))
 
 
 def gumbel(word: torch.Tensor) -> torch.Tensor:
     """-ln(-ln(u)) float32 for u = 1 - (word + 1/2) / 2^32; word: int64 below 2^32."""
-    below = ln_series((word.float() + 0.5) * -(2.0**-32))
+    below = ln_series((word.float() + 0.5) * -(2.0**-32), fma)
     u = ((word ^ MASK32).float() + 0.5) * 2.0**-32
     return -ln(-torch.where(word < 1 << 30, below, ln(u)))  # near 1, u itself would have lost its small difference to 1
 
@@ -107,10 +124,11 @@ def gumbel_noise(
 
 def fixed_point_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """2^40 exp((logit - max) / temperature), rounded down. logits: [..., vocab] float32; temperature: [...] float32."""
-    x = logits * (1.0 / temperature)[..., None]
-    y = ((x - x.amax(-1, keepdim=True)) * 1.442695).clamp(min=-62.0)
+    inverse_temperature = (1.0 / temperature)[..., None]
+    top = logits.amax(-1, keepdim=True) * inverse_temperature
+    y = (fma(logits, inverse_temperature, -top) * 1.442695).clamp(min=-62.0)
     whole = y.floor()
-    mantissa = (exp2_series(y - whole) * 2.0**23).long()
+    mantissa = (exp2_series(y - whole, fma) * 2.0**23).long()
     return (mantissa << 17) >> (-whole).long()
 
 
@@ -154,7 +172,7 @@ def sample_tokens_reference(
         if filtered:
             row = row.masked_fill(~_survivors_reference(row, temperature[i], int(top_k[i]), top_p[i], min_p[i]), -torch.inf)
         noise = gumbel_noise(row_keys[i : i + 1], sample_index[i : i + 1], positions[i : i + 1], len(row), seed)[0]
-        score = row * (1.0 / temperature[i]) + noise
+        score = fma(row, 1.0 / temperature[i], noise)
         ids[i] = (score == score.max()).nonzero()[0, 0]
     return ids, finite
 
@@ -171,7 +189,7 @@ def _survivors_reference(
         reached = weights[order].cumsum(0) >= _mass_to_reach(weights.sum(), top_p)
         keep &= row >= ranked[reached.nonzero()[0, 0]]
     if min_p > 0:
-        keep &= row >= row.max() + temperature * ln(min_p)
+        keep &= row >= fma(temperature, ln(min_p), row.max())
     return keep
 
 
@@ -203,11 +221,11 @@ def sample_tokens_torch(
         weights.masked_fill_(ranked < ranked.gather(-1, kth[:, None]), 0)
         reached = weights.cumsum(-1) >= _mass_to_reach(weights.sum(-1), top_p)[:, None]
         last = torch.where(top_p < 1, reached.int().argmax(-1), kth)  # rank of the least likely survivor
-        cutoff = torch.where(min_p > 0, top[:, 0] + safe * ln(min_p.clamp(min=1e-37)), -torch.inf)
+        cutoff = torch.where(min_p > 0, fma(safe, ln(min_p), top[:, 0]), -torch.inf)
         threshold = torch.maximum(ranked.gather(-1, last[:, None]), cutoff[:, None])
         x = x.masked_fill(x < torch.where(greedy[:, None], -torch.inf, threshold), -torch.inf)
     noise = gumbel_noise(row_keys, sample_index, positions, vocab, seed)
-    score = torch.where(greedy[:, None], x, x * (1.0 / temperature)[:, None] + noise)
+    score = torch.where(greedy[:, None], x, fma(x, (1.0 / temperature)[:, None], noise))
     best = score == score.amax(-1, keepdim=True)  # argmax of what is equal is the first only on booleans as integers
     return torch.where(finite, best.int().argmax(-1), 0).int(), finite
 
@@ -219,11 +237,16 @@ exp2_series_kernel = triton.jit(exp2_series)
 
 
 @triton.jit
+def fma_kernel(a, b, c):
+    return tl.fma(a, b, c)
+
+
+@triton.jit
 def ln_kernel(y):
     bits = y.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    return exponent.to(tl.float32) * 0.6931472 + ln_series_kernel(f)
+    return tl.fma(exponent.to(tl.float32), 0.6931472, ln_series_kernel(f, fma_kernel))
 
 
 @triton.jit
@@ -240,7 +263,7 @@ def gumbel_kernel(key, sample, position, start, seed_low, seed_high, CHUNK: tl.c
         seed_high.to(tl.uint32, bitcast=True),
     )
     r = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-    below = ln_series_kernel((r.to(tl.float32) + 0.5) * -2.3283064365386963e-10)
+    below = ln_series_kernel((r.to(tl.float32) + 0.5) * -2.3283064365386963e-10, fma_kernel)
     u = ((r ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return -ln_kernel(-tl.where(r < 1073741824, below, ln_kernel(u)))
 
@@ -270,9 +293,9 @@ def load_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def weight_kernel(x, top, inverse_temperature):
-    y = tl.maximum((x * inverse_temperature - top) * 1.442695, -62.0)
+    y = tl.maximum(tl.fma(x, inverse_temperature, -top) * 1.442695, -62.0)
     whole = tl.floor(y)
-    mantissa = (exp2_series_kernel(y - whole) * 8388608.0).to(tl.int32).to(tl.int64)
+    mantissa = (exp2_series_kernel(y - whole, fma_kernel) * 8388608.0).to(tl.int32).to(tl.int64)
     return (mantissa << 17) >> (-whole).to(tl.int64)
 
 
@@ -370,7 +393,7 @@ def threshold_kernel(
                     row_ptr, vocab, low, last + 1, tl.maximum(target, 1), top, inverse_temperature, True, BLOCK, PIVOTS
                 )
             if min_p > 0.0:
-                cutoff = order_key(largest + temperature * ln_kernel(min_p)).to(tl.int64)
+                cutoff = order_key(tl.fma(temperature, ln_kernel(min_p), largest)).to(tl.int64)
                 low = tl.minimum(tl.maximum(low, cutoff), last)
             threshold = low
     tl.store(threshold_ptr + row, threshold.to(tl.int32))
@@ -417,7 +440,7 @@ def score_chunk_kernel(
             tl.load(row_key_ptr + row), tl.load(sample_index_ptr + row), tl.load(position_ptr + row),
             start, seed_low, seed_high, CHUNK,
         )  # fmt: skip
-        x = x * tl.div_rn(1.0, temperature) + noise
+        x = tl.fma(x, tl.div_rn(1.0, temperature), noise)
     best = tl.max(x, 0)
     chosen = tl.min(tl.where(x == best, token, 0x7FFFFFFF), 0)
     at = row * tl.num_programs(1) + tl.program_id(1)
@@ -483,7 +506,7 @@ def sample_tokens_triton(
     score_chunk_kernel[(num_rows, num_chunks)](
         logits, temperature, top_k, top_p, threshold, row_keys, sample_index, positions, score, token,
         vocab, logits.stride(0), _as_int32(seed & MASK32), _as_int32(seed >> 32),
-        MIN_TEMPERATURE=MIN_TEMPERATURE, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False,
+        MIN_TEMPERATURE=MIN_TEMPERATURE, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     merge_chunks_kernel[(num_rows,)](
         score, token, ids, finite,
@@ -500,7 +523,7 @@ def find_thresholds(
     threshold = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     threshold_kernel[(num_rows,)](
         logits, temperature, top_k, top_p, min_p, threshold, vocab, logits.stride(0),
-        MIN_TEMPERATURE=MIN_TEMPERATURE, BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=8, enable_fp_fusion=False,
+        MIN_TEMPERATURE=MIN_TEMPERATURE, BLOCK=BLOCK, PIVOTS=PIVOTS, num_warps=8,
     )  # fmt: skip
     return threshold
 

@@ -1,7 +1,9 @@
 """The repairs of the interpreter, and the guard, each shown to do what it says."""
 
 import os
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("about Triton's interpreter", allow_module_level=True)
 
 import interpreter_guard
+from batchgen_kernels import sampling
 from batchgen_kernels._triton import tl, triton
 
 
@@ -23,6 +26,12 @@ def arithmetic_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
     tl.store(out_ptr + i, tl.where(x < y, x * y, x + y))
+
+
+@triton.jit
+def fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.fma(tl.load(x_ptr + i), tl.load(y_ptr + i), tl.load(z_ptr + i)))
 
 
 @triton.jit
@@ -124,3 +133,26 @@ def test_guard_shuffles_programs():
     order, counter = torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     order_kernel[(64,)](order, counter)
     assert sorted(order.tolist()) == list(range(64)) != order.tolist()
+
+
+def test_fma_rounds_once():
+    """Against fractions, also where the sum in float64 falls halfway between two float32; and torch's of the sampler."""
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = torch.randn(3, 512, generator=generator)
+    ulp = 2.0**-23
+    x[:4] = torch.tensor([1 + ulp, 1 + ulp, 1 - ulp / 2, 3.0])
+    y[:4] = torch.tensor([1 + ulp, 1 - ulp, 1 - ulp / 2, 1 + ulp])
+    z[:4] = torch.tensor([2.0**30, -1.0, 2.0**-50, 2.0**-60])
+    x[4:132], y[4:132] = 1 + ulp * torch.randint(0, 8, (2, 128), generator=generator)  # x y has few digits past float32
+    z[4:132] = (ulp / 2 + 2.0**-60) * torch.tensor([1.0, -1.0]).repeat(64)
+    out = torch.empty(512)
+    fma_kernel[(1,)](x, y, z, out, N=512)
+    assert torch.equal(out, sampling.fma(x, y, z))
+    for a, b, c, got in zip(x.tolist(), y.tolist(), z.tolist(), out.tolist()):
+        exact = Fraction(a) * Fraction(b) + Fraction(c)
+        near = np.nextafter(np.float32(got), np.float32([-np.inf, np.inf])).tolist()
+        assert all(abs(Fraction(got) - exact) <= abs(Fraction(other) - exact) for other in near)
+    inf = float("inf")
+    x[:3], y[:3], z[:3] = torch.tensor([inf, 1.0, -inf]), torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, -inf, inf])
+    fma_kernel[(1,)](x, y, z, out, N=512)
+    assert out[:2].tolist() == [inf, -inf] and out[2].isnan()

@@ -53,7 +53,7 @@ def first_error(op, mutant, dtype=torch.float32):
     ("a bad logit is forgotten", "(tl.min(token, 0) >= 0) & ", ""),
     ("columns past the end", "mask=token < vocab", "mask=token <= vocab"),
     ("rows taken as dense", "logits_ptr + row * stride_row + token", "logits_ptr + row * vocab + token"),
-    ("temperature ignored", "x = x * tl.div_rn(1.0, temperature) + noise", "x = x + noise"),
+    ("temperature ignored", "x = tl.fma(x, tl.div_rn(1.0, temperature), noise)", "x = x + noise"),
     ("survivors ignored", "tl.where(order_key(x) >= tl.load(threshold_ptr + row), x", "tl.where(order_key(x) > -9, x"),
 )
 def test_token_bug_is_caught(mutate, bug):
@@ -61,19 +61,18 @@ def test_token_bug_is_caught(mutate, bug):
     assert_caught(lambda: first_error("sample_tokens", mutant))
 
 
-EDGES = (  # row, top-k: zeros of both signs, neighbouring floats, signs that differ
-    ([0.0, -0.0, -1.0, -2.0, -3.0, -4.0], 2),
-    ([1.0 + i * 2.0**-23 for i in range(6)], 3),
-    ([-1.0, -2.0, -4.0, 2.0, 1.0, -0.5], 4),
+EDGES = (  # row, top-k, top-p: neighbouring floats, signs that differ, a nucleus of what top-k left
+    ([1.0 + i * 2.0**-23 for i in range(6)], 3, 1.0),
+    ([-1.0, -2.0, -4.0, 2.0, 1.0, -0.5], 4, 1.0),
+    ([0.0, -0.1, -0.2, -0.3, -0.4, -0.5], 3, 0.5),
 )
 
 
 @bugs(
     "search",
     ("none", "", ""),
-    ("zeros of two signs differ", "bits >= 0, bits, -(bits & 0x7FFFFFFF))", "bits >= 0, bits, -1 - (bits & 0x7FFFFFFF))"),
     ("order of negative logits", "bits >= 0, bits, -(bits & 0x7FFFFFFF))", "bits >= 0, bits, bits & 0x7FFFFFFF)"),
-    ("weights without temperature", "(x * inverse_temperature - top)", "(x - top)"),
+    ("weights without temperature", "tl.fma(x, inverse_temperature, -top)", "(x - top)"),
     ("top-p over the whole row", "mass += tl.where(key >= low,", "mass += tl.where(key >= -2147483647,"),
     ("one survivor too many", "reached = tl.sum(sums, 0) >= target", "reached = tl.sum(sums, 0) > target"),
     ("search ends early", "while high - low > 1:", "while high - low > 4:"),
@@ -99,9 +98,9 @@ def test_search_bug_is_caught(mutate, bug):
         return False
 
     def run():
-        rows, top_k = torch.tensor([row for row, _ in EDGES]), torch.tensor([k for _, k in EDGES], dtype=torch.int32)
+        rows, top_k, top_p = map(torch.tensor, zip(*EDGES))
         one = torch.ones(len(EDGES))
-        batches = [(rows, one, top_k, one, one * 0)]
+        batches = [(rows, one, top_k.int(), top_p, one * 0)]
         batches += [sample_tokens_case(11, 300, torch.float32, levels=n).make()[:5] for n in (0, 40)]
         return math.inf if any(differs(*batch) for batch in batches) else 0.0
 
@@ -109,6 +108,16 @@ def test_search_bug_is_caught(mutate, bug):
         assert_caught(run)
     else:
         assert run() == 0.0
+
+
+def test_zeros_that_differ_are_caught(mutate):
+    """The third largest is a zero, so all zeros survive, of either sign."""
+    rows = torch.tensor([[1.0, 0.0, 0.0, -0.0, -0.0, -9.0]]).expand(24, 6)
+    args = sample_tokens_case(24, 6, torch.float32, settings=((30.0, 3, 1.0, 0.0),)).make()[1:]
+    old, new = "bits >= 0, bits, -(bits & 0x7FFFFFFF))", "bits >= 0, bits, -1 - (bits & 0x7FFFFFFF))"
+    assert set(sampling.sample_tokens_triton(rows, *args)[0].tolist()) == {0, 1, 2, 3, 4}
+    mutant = mutate("sampling", old, new).sample_tokens_triton
+    assert set(mutant(rows, *args)[0].tolist()) == {0, 1, 2}, "survived"
 
 
 kernels = sampling  # the module, or the mutant, of which this takes the noise

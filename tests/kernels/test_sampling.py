@@ -76,9 +76,9 @@ def test_noise_is_that_of_its_word():
 def test_logarithm_and_exponential_are_right():
     y = torch.logspace(-37, 37, 4001)
     assert ((sampling.ln(y).double() - y.double().log()).abs() <= 4e-7 + y.double().log().abs() * 2e-7).all()
-    assert sampling.ln(torch.ones(1)) == 0 and sampling.exp2_series(torch.zeros(1)) == 1
+    assert sampling.ln(torch.ones(1)) == 0 and sampling.exp2_series(torch.zeros(1), sampling.fma) == 1
     f = torch.linspace(0, 1, 4001)[:-1]
-    assert ((sampling.exp2_series(f).double() / f.double().exp2() - 1).abs() < 4e-7).all()
+    assert ((sampling.exp2_series(f, sampling.fma).double() / f.double().exp2() - 1).abs() < 4e-7).all()
     weights = sampling.fixed_point_weights(-torch.arange(100.0)[None], torch.ones(1))
     exact = torch.exp(-torch.arange(100.0).double()) * 2**40
     assert ((weights[0] - exact).abs() <= exact * 4e-6 + 1).all() and weights[0, 0] == 2**40
@@ -97,8 +97,7 @@ def test_noise_of_the_kernel_is_bitwise_that_of_torch(chunk):
     keys, one = torch.tensor([key], device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
     out = torch.empty(chunk, device=DEVICE)
     words = seed & 0xFFFFFFFF, seed >> 32
-    options = {"CHUNK": chunk, "enable_fp_fusion": False}
-    noise_kernel[(1,)](keys, out, sample, position, start, *map(sampling._as_int32, words), **options)
+    noise_kernel[(1,)](keys, out, sample, position, start, *map(sampling._as_int32, words), CHUNK=chunk)
     want = sampling.gumbel_noise(keys, one * sample, one * position, start + chunk, seed)[0, start:]
     assert torch.equal(out, want)
 
@@ -204,12 +203,12 @@ def test_draws_have_the_distribution_of_the_survivors(temperature, top_k, top_p,
 
 
 def test_a_flat_vocabulary_is_drawn_evenly():
-    """Probabilities of 2^-15 lie where a coarse uniform number would have lost the tail of the noise."""
-    n, vocab = 100, 1 << 15
+    """Probabilities of 2^-14 lie where a coarse uniform number would have lost the tail of the noise."""
+    n, vocab = 100, 1 << 14
     ids = draw(sample_tokens_torch, torch.zeros(1, 1).expand(n, vocab), seed=3)
     for count in ((ids < vocab // 2).sum(), (ids % 2 == 0).sum(), (ids % 4 < 2).sum()):
         assert abs(int(count) - n / 2) < 4.5 * math.sqrt(n) / 2
-    assert len(ids.unique()) > n - 4  # as birthdays have it: 0.15 pairs are expected
+    assert len(ids.unique()) > n - 4  # as birthdays have it: 0.3 pairs are expected
 
 
 # ---- what a draw depends on -----------------------------------------------------------------------------------------
