@@ -63,7 +63,7 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
         requests = metadata.prefill_requests
         if prefill is None and requests.shape[0]:
             prefill = plan_prefill(
-                query, num_kv_heads, metadata.query_start, metadata.seq_lens, requests, metadata.max_query_len
+                query, key_cache, metadata.query_start, metadata.seq_lens, requests, metadata.max_query_len
             )
         paged_prefill(
             query, key_cache, value_cache, *index, requests, metadata.max_query_len, scale, out,

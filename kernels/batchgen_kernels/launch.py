@@ -36,13 +36,13 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 256, 2): Launch(64, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 8, 3),
     ("sm_90", 128, 2): Launch(128, 64, 8, 3),
-    ("sm_90", 256, 2): Launch(128, 32, 8, 3),
-    ("sm_100", 64, 2): Launch(128, 64, 4, 3),
+    ("sm_90", 256, 2): Launch(64, 32, 8, 3),
+    ("sm_100", 64, 2): Launch(128, 64, 8, 3),
     ("sm_100", 128, 2): Launch(128, 64, 8, 3),
     ("sm_100", 256, 2): Launch(128, 32, 8, 3),
     ("gfx942", 64, 2): Launch(128, 64, 4, 2),
     ("gfx942", 128, 2): Launch(128, 32, 8, 2),
-    ("gfx942", 256, 2): Launch(64, 32, 8, 2),
+    ("gfx942", 256, 2): Launch(64, 32, 4, 2),
     ("sm_80", 64, 4): Launch(32, 32, 8, 3),
     ("sm_80", 128, 4): Launch(32, 16, 8, 3),
     ("sm_80", 256, 4): Launch(32, 16, 8, 3),
@@ -56,17 +56,31 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("gfx942", 128, 4): Launch(64, 32, 4, 2),
     ("gfx942", 256, 4): Launch(32, 16, 4, 2),
 }
-# Tiles of 64 rows for short chunks, where the row of PREFILL has 128. Keys are tiled alike: a row of the result is the same.
+# Tiles of 64 rows for short chunks, where the row of PREFILL has 128.
 PREFILL_SHORT: dict[tuple[str, int, int], Launch] = {
-    ("sm_80", 64, 2): Launch(64, 64, 4, 3),
+    ("sm_80", 64, 2): Launch(64, 32, 4, 3),
     ("sm_90", 64, 2): Launch(64, 64, 4, 3),
-    ("sm_90", 128, 2): Launch(64, 64, 4, 3),
-    ("sm_90", 256, 2): Launch(64, 32, 8, 3),
+    ("sm_90", 128, 2): Launch(64, 64, 8, 3),
     ("sm_100", 64, 2): Launch(64, 64, 4, 3),
     ("sm_100", 128, 2): Launch(64, 64, 4, 3),
     ("sm_100", 256, 2): Launch(64, 32, 8, 3),
     ("gfx942", 64, 2): Launch(64, 64, 4, 2),
     ("gfx942", 128, 2): Launch(64, 32, 4, 2),
+}
+# With a float8 cache keys and values pass through registers, of which fewer are left: for short chunks and long ones.
+PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
+    ("sm_80", 64, 2): Launch(128, 32, 8, 3),
+    ("sm_80", 128, 2): Launch(64, 64, 8, 3),
+    ("sm_80", 256, 2): Launch(64, 16, 8, 3),
+    ("sm_90", 64, 2): Launch(128, 64, 8, 3),
+    ("sm_90", 128, 2): Launch(128, 32, 8, 3),
+    ("sm_90", 256, 2): Launch(32, 32, 8, 3),
+    ("sm_100", 64, 2): Launch(128, 64, 8, 3),
+    ("sm_100", 128, 2): Launch(128, 32, 8, 3),
+    ("sm_100", 256, 2): Launch(64, 32, 8, 3),
+    ("gfx942", 64, 2): Launch(64, 32, 4, 2),
+    ("gfx942", 128, 2): Launch(64, 16, 4, 2),
+    ("gfx942", 256, 2): Launch(64, 16, 8, 2),
 }
 DECODE: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(16, 64, 4, 4),
@@ -101,11 +115,13 @@ DECODE_ANYWHERE = {2: Launch(16, 32, 4, 2), 4: Launch(16, 16, 8, 2)}
 INTERPRETER = Launch(32, 32, 4, 1)
 
 
-def prefill_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False) -> Launch:
-    """short: for steps whose requests have few query tokens."""
+def prefill_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False, fp8: bool = False) -> Launch:
+    """short: for steps whose requests have few query tokens; fp8: for a float8 cache. dtype is that of the query."""
     if architecture == "interpreter":
         return INTERPRETER._replace(block_m=16) if short else INTERPRETER
     key = _key(architecture, head_dim, dtype)
+    if fp8 and key in PREFILL_FP8:
+        return PREFILL_FP8[key]
     if short and key in PREFILL_SHORT:
         return PREFILL_SHORT[key]
     return PREFILL.get(key, PREFILL_ANYWHERE[dtype.itemsize])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from batchgen_kernels._triton import tl, triton
-from batchgen_kernels.attention_options import NO_OPTIONS, AttentionOptions, check_options
+from batchgen_kernels.attention_options import FP8, NO_OPTIONS, AttentionOptions, check_options
 from batchgen_kernels.launch import Launch, current_architecture, num_processors, padded_head_dim, prefill_launch
 from batchgen_kernels.paged_tile import (
     INDEX_TENSORS,
@@ -145,7 +145,7 @@ class PrefillPlan(NamedTuple):
 
 def plan_prefill(
     query: torch.Tensor,
-    num_kv_heads: int,
+    key_cache: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     requests: torch.Tensor,
@@ -154,6 +154,7 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Chooses the launch, unless it is given, and lists the tiles. Arguments as those of paged_prefill."""
     num_tokens, num_q_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
     group = num_q_heads // num_kv_heads
     tile_heads = min(group, MAX_TILE_HEADS)
     if launch is None:
@@ -162,7 +163,7 @@ def plan_prefill(
         # Tiles of 128 rows use tensor cores and reads better than those of 64, unless the last one is much of a request,
         # or they are too few for the processors.
         short = num_rows < 256 * requests.shape[0] or num_programs < num_processors(query.device)
-        launch = prefill_launch(current_architecture(), head_dim, query.dtype, short)
+        launch = prefill_launch(current_architecture(), head_dim, query.dtype, short, key_cache.dtype == FP8)
     return PrefillPlan(
         launch, prefill_tiles(query_start, seq_lens, requests, num_tokens, max_query_len, launch.block_m // tile_heads)
     )
@@ -228,7 +229,7 @@ def paged_prefill(
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
     tile_heads = min(group, MAX_TILE_HEADS)
-    plan = plan or plan_prefill(query, num_kv_heads, query_start, seq_lens, requests, max_query_len, launch)
+    plan = plan or plan_prefill(query, key_cache, query_start, seq_lens, requests, max_query_len, launch)
     launch, tiles = plan
     paged_prefill_kernel[(tiles.shape[0] * num_kv_heads * -(-group // tile_heads),)](
         query, cache_bytes(key_cache), cache_bytes(value_cache), out, lse,

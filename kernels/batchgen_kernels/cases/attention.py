@@ -136,11 +136,13 @@ def plan_attention_case(
 
     def make() -> tuple[Any, ...]:
         shape = (query_lens, seq_lens, num_q_heads, num_kv_heads, head_dim, block_size)
-        return with_options(paged_inputs(*shape, dtype, device, poison=poison), **options)
+        inputs, given = with_options(paged_inputs(*shape, dtype, device, poison=poison), **options)
+        return *inputs, *given
 
     def call(plan_attention: Any, args: Any) -> list[torch.Tensor]:
-        (metadata, query, key_cache, value_cache, scale), given = args
-        if getattr(plan_attention, "needs_finite_slots", False) and not any(given.used):  # its contract: see attention_torch
+        metadata, query, key_cache, value_cache, scale, *given = args
+        needs_finite_slots = getattr(plan_attention, "needs_finite_slots", False)  # its contract: see attention_torch
+        if needs_finite_slots and not any(AttentionOptions(*given).used):
             owned = torch.cat(
                 [metadata.block_table.flatten().clamp(min=0).unique(), torch.zeros(1, dtype=torch.int32)]
             ).long()
