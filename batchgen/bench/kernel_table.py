@@ -25,6 +25,7 @@ from batchgen_kernels.cases.elementwise import (
     silu_and_mul_case,
 )
 from batchgen_kernels.cases.sampling import gather_logprobs_case, sample_tokens_case
+from batchgen_kernels.float8 import E4M3, dequantize_rows, quantize_rows
 from batchgen_kernels.registry import OPS, load
 
 BF16 = torch.bfloat16
@@ -103,6 +104,8 @@ def _table() -> list[Row]:
 def _rows_of(m: Model) -> Iterator[Row]:
     for requests, length in ((1, 4096), (16, 4096), (64, 2048), (256, 2048)):
         yield attention_row("decode", m, requests, 1, length, short=(requests, m.name) in ((64, "8B"), (256, "1B")))
+    for requests in (64, 256):
+        yield attention_row("decode", m, requests, 1, 2048, float8=True, short=(requests, m.name) == (64, "8B"))
     for requests, queries, length in ((16, 512, 512), (4, 4096, 4096), (2, 1024, 8192)):
         yield attention_row("prefill", m, requests, queries, length, short=queries == 4096)
     for requests, sharers, prefix in ((256, 32, 2048), (256, 256, 4096), (64, 4, 512)):
@@ -115,18 +118,20 @@ def _rows_of(m: Model) -> Iterator[Row]:
 # ---- attention ---------------------------------------------------------------------------------------------------------
 
 
-def attention_row(kernel: str, m: Model, requests: int, queries: int, length: int, short: bool = False) -> Row:
+def attention_row(
+    kernel: str, m: Model, requests: int, queries: int, length: int, short: bool = False, float8: bool = False
+) -> Row:
     """`requests` of `queries` new tokens, each the last of `length` in the cache."""
-    kv_bytes = requests * length * 2 * m.kv_heads * m.head_dim * SIZE
+    kv_bytes = requests * length * 2 * m.kv_heads * (m.head_dim + 4 if float8 else m.head_dim * SIZE)  # a float32 scale
     query_bytes = requests * queries * m.heads * m.head_dim * SIZE
     pairs = requests * queries * (2 * length - queries + 1) // 2  # of a query and a key that it sees
     return Row(
         kernel,
-        f"{m.name} {requests} x {queries} of {length}",
+        f"{m.name} {requests} x {queries} of {length}{' float8' if float8 else ''}",
         "plan_attention",
         kv_bytes + 2 * query_bytes,
         4 * pairs * m.heads * m.head_dim,
-        functools.partial(attention_work, m, requests, queries, length),
+        functools.partial(attention_work, m, requests, queries, length, float8=float8),
         short,
     )
 
@@ -149,9 +154,17 @@ def shared_row(m: Model, requests: int, sharers: int, prefix: int, own: int, gro
 
 
 def attention_work(
-    m: Model, requests: int, queries: int, length: int, device: str, sharers: int = 1, prefix: int = 0, grouped: bool = False
+    m: Model,
+    requests: int,
+    queries: int,
+    length: int,
+    device: str,
+    sharers: int = 1,
+    prefix: int = 0,
+    grouped: bool = False,
+    float8: bool = False,
 ) -> Work:
-    """Blocks in random order. Checked on some requests against dense attention of torch in float32."""
+    """Blocks in random order. Checked on some requests against dense attention in float32."""
     per_request, shared = -(-length // BLOCK_SIZE), prefix // BLOCK_SIZE
     groups = requests // sharers
     num_blocks = 1 + groups * shared + requests * (per_request - shared)
@@ -169,16 +182,25 @@ def attention_work(
             group_blocks=prefixes.flatten(),
         )
     cache = torch.empty(2, num_blocks, BLOCK_SIZE, m.kv_heads, m.head_dim, dtype=BF16, device=device).normal_()
+    scales, options = torch.empty(0), {}
+    if float8:
+        cache, scales = quantize_rows(cache)
+        options = {"key_scale": scales[0], "value_scale": scales[1]}
     query = torch.empty(requests * queries, m.heads, m.head_dim, dtype=BF16, device=device).normal_()
     scale = m.head_dim**-0.5
     plan = load("plan_attention", "triton")(metadata, m.heads, m.kv_heads, m.head_dim)
-    run = functools.partial(plan, query, cache[0], cache[1], scale)
+    run = functools.partial(plan, query, cache[0], cache[1], scale, **options)
     checked = sorted({0, requests // 2, requests - 1})[:CHECKED_REQUESTS]
 
     def dense(request: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [heads, queries, D], key and value [kv_heads, length, D] of one request."""
         blocks = table[request].to(device).long()
-        key, value = (c[blocks].flatten(0, 1)[:length].transpose(0, 1) for c in cache)
+        if float8:  # as bytes, for torch indexes no float8
+            codes = cache.view(torch.uint8)[:, blocks].view(E4M3)
+            both = dequantize_rows(codes, scales[:, blocks])
+        else:
+            both = cache[:, blocks]
+        key, value = both.flatten(1, 2)[:, :length].transpose(1, 2)
         return query.view(requests, queries, m.heads, m.head_dim)[request].transpose(0, 1), key, value
 
     def outputs() -> list[torch.Tensor]:
@@ -191,11 +213,11 @@ def attention_work(
     def peers() -> dict[str, Call]:
         if device == "meta":
             return {}
-        q, k, v = (torch.stack(t) for t in zip(*(dense(r) for r in range(requests))))
+        q, k, v = (torch.stack(t).to(BF16) for t in zip(*(dense(r) for r in range(requests))))
         found = {"sdpa": sdpa(q, k, v, scale)}
         if importlib.util.find_spec("flash_attn"):
             found["flash_attn"] = flash_attention(q, k, v, scale)
-        if importlib.util.find_spec("flashinfer") and queries == 1:
+        if importlib.util.find_spec("flashinfer") and queries == 1 and not float8:
             found["flashinfer"] = flashinfer_decode(query, cache, table.to(device), length, scale)
         return found
 

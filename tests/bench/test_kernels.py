@@ -47,6 +47,8 @@ def test_bytes_and_flops_by_hand():
     decode = attention_row("decode", MODELS["8B"], 64, 1, 2048)
     assert decode.bytes == 64 * 2048 * 4096 + 2 * 64 * 8192  # 4 KiB a token and layer; 8 KiB a query and an output
     assert decode.flops == 64 * 2048 * 4 * 32 * 128
+    float8 = attention_row("decode", MODELS["8B"], 64, 1, 2048, float8=True)
+    assert float8.bytes == 64 * 2048 * 2 * 8 * (128 + 4) + 2 * 64 * 8192 and float8.flops == decode.flops
     prefill = attention_row("prefill", TOY, 2, 3, 5)  # queries see 3, 4 and 5 tokens
     assert prefill.flops == 2 * (3 + 4 + 5) * 4 * 4 * 16
     assert prefill.bytes == 2 * 5 * 2 * 2 * 16 * 2 + 2 * (2 * 3 * 4 * 16 * 2)
@@ -73,6 +75,7 @@ def test_exact_attention_and_sdpa_are_two_ways_to_the_same(queries, length):
 
 def toy_rows():
     yield attention_row("decode", TOY, 3, 1, 40)
+    yield attention_row("decode", TOY, 3, 1, 40, float8=True)
     for grouped in (False, True):
         yield shared_row(TOY, 4, 2, 32, 16, grouped)
     yield from elementwise_rows(TOY, 16)
@@ -240,6 +243,6 @@ def test_the_table_of_predictions_says_what_it_is(tmp_path):
     result = json.loads(line)
     assert result["measured"] is False
     times = {(row["kernel"], row["shape"], row["gpu"]): row["seconds"] for row in result["rows"]}
-    assert len(times) == 3  # two of decode, one of rms_norm
+    assert len(times) == 4  # three of decode, one of rms_norm
     ideal = attention_row("decode", MODELS["8B"], 64, 1, 2048).bytes / 4.8e12
     assert ideal < times["decode", "8B 64 x 1 of 2048", "H200 141 GB SXM"] < 1.5 * ideal
