@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 # Elements of 4 bytes multiply without tensor cores (float32 means float32 here): small tiles, or the registers spill.
 # Fewer than 3 stages leave no copy in flight on NVIDIA; AMD has no asynchronous copies here and 64 KB of shared memory.
 PREFILL: dict[tuple[str, int, int], Launch] = {
-    ("sm_80", 64, 2): Launch(128, 64, 8, 3),
+    ("sm_80", 64, 2): Launch(128, 32, 8, 3),
     ("sm_80", 128, 2): Launch(64, 64, 8, 3),
     ("sm_80", 256, 2): Launch(64, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 8, 3),
@@ -71,11 +71,11 @@ PREFILL_SHORT: dict[tuple[str, int, int], Launch] = {
 PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(128, 32, 8, 3),
     ("sm_80", 128, 2): Launch(64, 64, 8, 3),
-    ("sm_80", 256, 2): Launch(64, 16, 8, 3),
+    ("sm_80", 256, 2): Launch(32, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 8, 3),
     ("sm_90", 128, 2): Launch(128, 32, 8, 3),
     ("sm_90", 256, 2): Launch(32, 32, 8, 3),
-    ("sm_100", 64, 2): Launch(128, 64, 8, 3),
+    ("sm_100", 64, 2): Launch(64, 64, 4, 3),
     ("sm_100", 128, 2): Launch(128, 32, 8, 3),
     ("sm_100", 256, 2): Launch(64, 32, 8, 3),
     ("gfx942", 64, 2): Launch(64, 32, 4, 2),
@@ -108,6 +108,12 @@ DECODE: dict[tuple[str, int, int], Launch] = {
     ("gfx942", 128, 4): Launch(16, 32, 4, 2),
     ("gfx942", 256, 4): Launch(16, 16, 4, 2),
 }
+# With a float8 cache, where the row of DECODE would spill.
+DECODE_FP8: dict[tuple[str, int, int], Launch] = {
+    ("sm_90", 256, 2): Launch(16, 32, 4, 3),
+    ("sm_100", 128, 2): Launch(16, 32, 4, 4),
+    ("sm_100", 256, 2): Launch(16, 32, 4, 3),
+}
 # Whatever else there is (consumer GPUs with 100 KB of shared memory, older or newer chips): small enough to fit anywhere.
 PREFILL_ANYWHERE = {2: Launch(64, 32, 8, 2), 4: Launch(32, 16, 8, 2)}
 DECODE_ANYWHERE = {2: Launch(16, 32, 4, 2), 4: Launch(16, 16, 8, 2)}
@@ -127,10 +133,14 @@ def prefill_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: 
     return PREFILL.get(key, PREFILL_ANYWHERE[dtype.itemsize])
 
 
-def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launch:
+def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype, fp8: bool = False) -> Launch:
+    """fp8: for a float8 cache. dtype is that of the query."""
     if architecture == "interpreter":
         return INTERPRETER._replace(block_m=16)
-    return DECODE.get(_key(architecture, head_dim, dtype), DECODE_ANYWHERE[dtype.itemsize])
+    key = _key(architecture, head_dim, dtype)
+    if fp8 and key in DECODE_FP8:
+        return DECODE_FP8[key]
+    return DECODE.get(key, DECODE_ANYWHERE[dtype.itemsize])
 
 
 def current_architecture() -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from batchgen_kernels._triton import tl, triton
-from batchgen_kernels.attention_options import NO_OPTIONS, AttentionOptions, check_options
+from batchgen_kernels.attention_options import FP8, NO_OPTIONS, AttentionOptions, check_options
 from batchgen_kernels.launch import Launch, current_architecture, decode_launch, num_processors, padded_head_dim
 from batchgen_kernels.paged_tile import (
     INDEX_TENSORS,
@@ -232,7 +232,7 @@ def paged_decode(
     group = num_q_heads // num_kv_heads
     tile_heads = min(group, MAX_TILE_HEADS)
     num_tiles = num_kv_heads * -(-group // tile_heads)
-    launch = launch or decode_launch(current_architecture(), head_dim, query.dtype)
+    launch = launch or decode_launch(current_architecture(), head_dim, query.dtype, key_cache.dtype == FP8)
     padded_dim = padded_head_dim(head_dim)
     if num_splits is None:
         max_keys = min(max_seq_len, options.window or max_seq_len)

@@ -1,7 +1,7 @@
 """Sliding windows, soft caps, sinks and float8 caches: the launchers against the reference, and what each must not touch.
 
-Bounds: `TOLERANCE` holds with options too, as they add no rounding to a 16-bit type, with two exceptions. With a float8 cache
-weight times scale is rounded to bfloat16 also where the query is float16. A soft cap in float32 is computed from
+Bounds: `TOLERANCE` holds with options too, as they add no rounding to a 16-bit type, with two exceptions. With a float8
+cache weight times scale is rounded to bfloat16 also where the query is float16. A soft cap in float32 is computed from
 1 - 2 / (1 + e^2x), which is right to 2^-23 and so leaves a score wrong by cap * 2^-23, and a weight by that share.
 """
 
@@ -58,7 +58,7 @@ def allowed(dtype, fp8=False, soft_cap=0.0, **rest):
     ids=lambda what: "-".join(what),
 )
 def test_option(what, block_size, dtype):
-    """Blocks smaller than a tile, as large and larger; -1 in unused table entries and NaN in the slots (and scales) of nobody."""
+    """Blocks smaller than a tile, as large and larger; -1 in unused table entries, NaN in slots of nobody."""
     lens = ([1, 10, 1, 3], [67, 42, 16, 40])
     inputs, options = with_options(paged_inputs(*lens, 6, 2, 32, block_size, dtype, DEVICE, padding=-1), **what)
     out, _ = launch_all(inputs, options, num_splits=1 if block_size == 16 else 3)

@@ -1,5 +1,5 @@
-"""The attention kernels with a window, a soft cap, sinks and a float8 cache, and with tiles for short chunks, compiled for GPUs
-that are not here. What has no option in use is in test_compile_attention.py."""
+"""The attention kernels with a window, a soft cap, sinks and a float8 cache, and with tiles for short chunks, compiled for
+GPUs that are not here. What has no option in use is in test_compile_attention.py."""
 
 import cross_compile
 import pytest
@@ -57,7 +57,7 @@ def test_prefill_with_a_float8_cache(architecture, head_dim, table):
 
 @pytest.mark.parametrize(("architecture", "head_dim"), ROWS)
 def test_decode_with_a_float8_cache(architecture, head_dim, table):
-    launched = launch.decode_launch(architecture, head_dim, BF16)
+    launched = launch.decode_launch(architecture, head_dim, BF16, fp8=True)
     (r,) = compile_options("decode", architecture, launched, head_dim, fp8=True, **OPTIONS)
     table("paged_decode_kernel", f"{architecture} all options, float8 {head_dim} {tuple(launched)}", r)
     assert_attention(r, architecture, launched)
