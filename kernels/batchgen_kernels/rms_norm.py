@@ -30,13 +30,14 @@ def add_rms_norm_reference(
     return rms_norm_reference(residual, weight, eps), residual
 
 
-def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float, in_place: bool = False) -> torch.Tensor:
     if x.dtype != torch.float32:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        y = torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        return x.copy_(y) if in_place else y
     # three passes over x where torch's composite takes five
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, scale).mul_(weight)
+    return torch.mul(x, scale, out=x if in_place else None).mul_(weight)
 
 
 def add_rms_norm_torch(

@@ -75,8 +75,8 @@ def rope_and_write_kv_torch(
 ) -> None:
     """As the reference, of torch's columns."""
     if q_norm is not None and k_norm is not None:
-        query.copy_(rms_norm_torch(query, q_norm, eps))
-        key.copy_(rms_norm_torch(key, k_norm, eps))
+        rms_norm_torch(query, q_norm, eps, in_place=True)
+        rms_norm_torch(key, k_norm, eps, in_place=True)
     rotary_embedding_torch(query, key, cos, sin, positions, interleaved)
     write_kv_torch(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 
