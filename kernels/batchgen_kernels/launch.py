@@ -143,6 +143,11 @@ def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype, fp8: boo
     return DECODE.get(key, DECODE_ANYWHERE[dtype.itemsize])
 
 
+def shared_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False) -> Launch:
+    """For shared prefixes; short: tiles of 64 rows, for few members."""
+    return prefill_launch(architecture, head_dim, dtype, short)
+
+
 def current_architecture() -> str:
     """Name of the active target: sm_90, gfx942, ..., or `interpreter`."""
     if interpreting():
