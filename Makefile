@@ -9,7 +9,8 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: install run test test-slow test-all lint bench gpu-check clean
+.PHONY: install run test test-slow test-compile test-newest-triton test-all
+.PHONY: lint bench bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -31,7 +32,20 @@ test: install
 # What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here.
 test-slow: install
 	$(PYTEST) -m "(model or slow) and not gpu"
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-compile test-newest-triton
+
+test-compile: install
 	TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
+
+# Kernels for the newest triton too, beside the one of constraints.txt, which is what GPU machines have today. In a folder of
+# its own, so that .venv stays as it is. (FP fusion is what 3.9 does by default and 3.10 will ask for.)
+NEWEST_TRITON := 3.9.0
+NEWEST := $(CURDIR)/.triton-newest
+test-newest-triton: install
+	test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && $(BIN)/pip install --quiet \
+		--disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+	PYTHONPATH=$(NEWEST) TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	PYTHONPATH=$(NEWEST) TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
 
 test-all: test test-slow
 
@@ -43,8 +57,21 @@ lint: install
 bench: install
 	$(BIN)/python -m batchgen.bench
 
-gpu-check: install
-	$(BIN)/python -m batchgen.bench.gpu_check
+# A machine with a GPU has a torch for it in some python: with that one nothing is installed, and nothing is replaced.
+# Elsewhere they run with .venv's, say that there is no GPU, and stop.
+SEES_GPU := import sys, torch, triton, xxhash; sys.exit(not torch.cuda.is_available())
+RUN_ON_GPU = if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory install && python=$(BIN)/python; fi && PYTHONPATH=.:kernels $$python
+
+gpu-check:
+	@$(RUN_ON_GPU) -m batchgen.bench.gpu_check
+
+bench-kernels:
+	@$(RUN_ON_GPU) -m batchgen.bench.kernels
+
+# Compiles for GPUs that are not here: what bytes, FLOPs and occupancy let one expect, not what anything measured.
+predict-kernels: install
+	$(BIN)/python -m batchgen.bench.predict
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .triton-newest build *.egg-info

@@ -5,22 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import platform
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from batchgen_kernels import select_ops
 from batchgen_kernels.cases import CASES
-from batchgen_kernels.cases.attention import plan_attention_case
 from batchgen_kernels.cases.case import relative_error, tolerance
-from batchgen_kernels.cases.elementwise import add_rms_norm_case, rms_norm_case, rotary_embedding_case, silu_and_mul_case
 from batchgen_kernels.registry import OPS, load
 
+from batchgen.bench import kernels
+from batchgen.bench.kernel_table import MODELS, attention_row, elementwise_rows, rows
+from batchgen.bench.physics import job_flops, static_cost
 from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.step import SchedulerConfig
@@ -30,89 +31,158 @@ from batchgen.plan.window import plan_window
 from batchgen.records import Window
 
 BLOCK_SIZE = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 MAX_LOGIT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative, after all layers; one bfloat16 rounding is 2e-3
 Outcome = tuple[dict[str, Any], list[str]]
-Stage = tuple[str, Callable[[], Outcome]]
+
+
+class Stage(NamedTuple):
+    name: str
+    seconds: float  # that it may take: it ends by itself then, with what it has
+    run: Callable[[float], Outcome]  # time.perf_counter() at which it should end -> outcome
 
 
 def stages(device: str) -> list[Stage]:
-    """What runs on a GPU, what matters most first."""
-    bind, big, bfloat16 = functools.partial, one_billion_config(), torch.bfloat16
+    """What runs on a GPU, what matters most first. Together less than 8 minutes, where every one takes all its time."""
+    big, bfloat16 = one_billion_config(), torch.bfloat16
+    toy = functools.partial(compare_backends, toy_config(), torch.float32, device, std=0.2, num_rows=40, max_tokens=24)
+    whole = functools.partial(compare_backends, big, bfloat16, device, std=0.02, num_rows=8, max_tokens=8)
     return [
-        ("machine", bind(machine, device)),
-        ("ops", bind(check_ops, device, DTYPES)),
-        ("toy_engine", bind(compare_backends, toy_config(), torch.float32, device, std=0.2, num_rows=40, max_tokens=24)),
-        ("ceilings", bind(ceilings, device)),
-        ("engine_1b", bind(time_engine, device)),
-        ("attention", bind(time_attention, device)),
-        ("elementwise", bind(time_elementwise, device)),
-        ("big_engine", bind(compare_backends, big, bfloat16, device, std=0.02, num_rows=8, max_tokens=8)),
+        Stage("machine", 5, lambda until: machine(device)),
+        Stage("compile", 110, lambda until: compile_ahead(*this_gpu(device), things_to_compile(), until)),
+        Stage("ops", 110, lambda until: check_ops(device, DTYPES, until=until)),
+        Stage("toy_engine", 40, lambda until: toy()),
+        Stage("engine_1b", 90, lambda until: time_engine(device, until=until)),
+        Stage("kernels", 60, lambda until: kernels.time_rows(*rows(short=True), device, until)),
+        Stage("big_engine", 30, lambda until: whole()),
     ]
 
 
 def self_test_stages() -> list[Stage]:
     """A few of the same functions at the smallest sizes, on the CPU: for the interpreter, and for the tests."""
     some = ("rms_norm", "write_kv", "plan_attention")
-    toy = toy_config()
+    config, float32 = toy_config(), torch.float32
+    toy = functools.partial(compare_backends, config, float32, "cpu", std=0.2, num_rows=4, max_tokens=3)
+    sizes: dict[str, Any] = {"job": Job(4, 20, 2, 5, 2), "prefill": (2, 20), "decodes": ((2, 20),), "steps": 3}
+    small = MODELS["1B"]._replace(name="toy", hidden=64, inner=64, layers=1, heads=4, kv_heads=2)
+    table = [attention_row("decode", small, 2, 1, 20), attention_row("prefill", small, 1, 5, 20)]
+    table += [row for row in elementwise_rows(small, 16) if row.kernel == "rms_norm"]
     return [
-        ("machine", functools.partial(machine, "cpu")),
-        ("ops", functools.partial(check_ops, "cpu", {"float32": torch.float32}, some, 2)),
-        ("toy_engine", functools.partial(compare_backends, toy, torch.float32, "cpu", std=0.2, num_rows=4, max_tokens=3)),
-        ("engine", functools.partial(time_engine, "cpu", toy, torch.float32, prefill=(2, 20), decodes=((2, 20),), steps=3)),
+        Stage("machine", 60, lambda until: machine("cpu")),
+        Stage("ops", 60, lambda until: check_ops("cpu", {"float32": float32}, some, 2, until)),
+        Stage("toy_engine", 60, lambda until: toy()),
+        Stage("engine", 60, lambda until: time_engine("cpu", config, float32, until=until, **sizes)),
+        Stage("kernels", 60, lambda until: kernels.time_rows(table, [], "cpu", until)),
     ]
 
 
 def machine(device: str) -> Outcome:
-    figures: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "device": device,
-    }
-    if device != "cpu":
-        properties = torch.cuda.get_device_properties(device)
-        figures |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "processors": properties.multi_processor_count,
-            "memory_gib": properties.total_memory / 2**30,
-            "cuda": torch.version.cuda or torch.version.hip,
-        }
-    print("  " + ", ".join(f"{k} {v:.0f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()))
+    figures = kernels.machine(device)
+    print("  " + ", ".join(f"{k} {v}" for k, v in figures.items()))
     return figures, []
+
+
+# ---- compiling --------------------------------------------------------------------------------------------------------
+
+Target = tuple[str, int | str]  # ("cuda", 90)
+
+
+def this_gpu(device: str) -> tuple[Target, int]:
+    """-> (what kernels are compiled for here, processors)"""
+    from batchgen_kernels.cross_compile import current_target
+
+    return current_target(), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def things_to_compile() -> list[tuple[str, str]]:
+    """(op, dtype) of every case, and ("row", kernel and shape) of the kernel table, which has those of a 1B model."""
+    table = [("row", f"{row.kernel} {row.shape}") for row in rows()[0]]
+    return table + [(op, name) for op in sorted(OPS, key=lambda op: op != "plan_attention") for name in DTYPES]
+
+
+def compile_ahead(target: Target, processors: int, things: Sequence[tuple[str, str]], until: float) -> Outcome:
+    """Compile what later stages launch, on all cores, into triton's cache on disk; a stage that runs out of time costs no
+    more than compiling later. The processes use no GPU: they compile as one does where there is none."""
+    begin, compiled, faults = time.perf_counter(), 0, []
+    work = [(target, processors, thing) for thing in things]
+    with multiprocessing.get_context("spawn").Pool(min(len(work), os.cpu_count() or 1)) as pool:
+        results = pool.imap_unordered(compile_one, work)
+        done = 0
+        try:
+            while done < len(work):
+                number, fault = results.next(timeout=max(0.1, until - time.perf_counter()))
+                done, compiled = done + 1, compiled + number
+                faults += [fault] if fault else []
+        except multiprocessing.TimeoutError:
+            print(f"  no time left for {len(work) - done} of {len(work)}; they are compiled where they are used")
+    seconds = time.perf_counter() - begin
+    print(f"  {compiled} kernels for {target[1]} in {seconds:.0f} s, by {os.cpu_count()} cores")
+    for fault in faults:
+        print(f"  not ahead: {fault}")
+    # nothing is wrong with a kernel yet that cannot be compiled in this way: its stage will tell
+    return {"compiled": compiled, "not_reached": len(work) - done, "faults": faults}, []
+
+
+def compile_one(work: tuple[Target, int, tuple[str, str]]) -> tuple[int, str | None]:
+    """-> (kernels compiled, what went wrong)"""
+    from batchgen_kernels import cross_compile
+
+    target, processors, (what, which) = work
+    torch.set_num_threads(1)
+    try:
+        launcher = cross_compile.current_launcher() if torch.cuda.is_available() else None
+        with cross_compile.target(*target, processors), cross_compile.capture_launches() as launches:
+            if what == "row":
+                next(row for row in rows()[0] if f"{row.kernel} {row.shape}" == which).make("meta").run()
+            else:
+                for case in CASES[what](DTYPES[which], "cpu"):
+                    case.run(load(what, "triton"))
+        for kernel in {launched.kernel.hash: launched.kernel for launched in launches}.values():
+            if launcher:  # a C program for each signature, which the compiler of C takes as long for
+                launcher(kernel.src, kernel.metadata)
+        return len({launched.kernel.hash for launched in launches}), None
+    except Exception as e:
+        return 0, f"{what} {which}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
 # ---- right? ---------------------------------------------------------------------------------------------------------
 
 
 def check_ops(
-    device: str, dtypes: dict[str, torch.dtype], ops: Sequence[str] = tuple(OPS), limit: int | None = None
+    device: str,
+    dtypes: dict[str, torch.dtype],
+    ops: Sequence[str] | None = None,
+    limit: int | None = None,
+    until: float = math.inf,
 ) -> Outcome:
-    """Every case of every op on Triton, against the reference on the same device."""
+    """Every case of every op that Triton has, against the reference on the same device."""
     figures: dict[str, Any] = {}
     problems: list[str] = []
-    for op in ops:
-        for name, dtype in dtypes.items():
-            begin, worst, wrong = time.perf_counter(), 0.0, 0
-            cases = list(CASES[op](dtype, device))[:limit]
-            allowed = tolerance(op, "triton", dtype)
-            for case in cases:
+    not_reached = []
+    there = [op for op in ops or OPS if "triton" in OPS[op]]
+    for (name, dtype), op in itertools.product(dtypes.items(), there):
+        begin, worst, wrong = time.perf_counter(), 0.0, 0
+        if begin > until:
+            not_reached.append(f"{op} {name}")
+            continue
+        allowed, number = tolerance(op, "triton", dtype), 0
+        for case in itertools.islice(CASES[op](dtype, device), limit):
+            try:
                 expected = case.run(load(op, "reference"))
-                errors = [
-                    relative_error(out, want) for out, want in zip(case.run(load(op, "triton")), expected, strict=True)
-                ]
-                worst = max([worst, *errors])
-                if max(errors) > allowed:
-                    wrong += 1
-                    problems.append(f"{op} {name} {case.label}: error {max(errors):.1e}, {allowed:.1e} is allowed")
-            seconds = time.perf_counter() - begin
-            figures[f"{op} {name}"] = {"cases": len(cases), "wrong": wrong, "worst": finite(worst), "seconds": seconds}
-            print(
-                f"  {op:18}{name:10}{len(cases):>3} cases, worst error {worst:.1e} of {allowed:.1e}, {seconds:.1f} s",
-                flush=True,
-            )
-    return figures, problems
+                errors = [relative_error(*pair) for pair in zip(case.run(load(op, "triton")), expected, strict=True)]
+            except Exception as e:  # the compiler's or the driver's, too
+                errors = [math.inf]
+                problems.append(f"{op} {name} {case.label}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+            number, worst = number + 1, max([worst, *errors])
+            if not max(errors) <= allowed:
+                wrong += 1
+                problems.append(f"{op} {name} {case.label}: error {max(errors):.1e}, {allowed:.1e} is allowed")
+        seconds = time.perf_counter() - begin
+        figures[f"{op} {name}"] = {"cases": number, "wrong": wrong, "worst": finite(worst), "seconds": seconds}
+        print(f"  {op:18}{name:10}{number:>3} cases, worst error {worst:.1e} of {allowed:.1e}, {seconds:.1f} s", flush=True)
+    if not_reached:
+        print(f"  no time left for: {', '.join(not_reached)}")
+    return figures | {"not_reached": not_reached}, problems
 
 
 def finite(x: float) -> float | None:
@@ -218,131 +288,115 @@ def compare_backends(
 # ---- fast? ----------------------------------------------------------------------------------------------------------
 
 
-def seconds_per_call(call: Callable[[], Any], device: str, repeats: int = 20) -> float:
-    """Median of 5 series, each long enough that launching is hidden where it can be."""
-    call()
-    series = []
-    for _ in range(5):
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize(device)
-        series.append((time.perf_counter() - begin) / repeats)
-    return statistics.median(series)
+class Job(NamedTuple):
+    """A job whose rows share prefixes: every `per_prefix` rows the same `prefix` tokens, then `suffix` of their own."""
+
+    rows: int
+    prefix: int
+    per_prefix: int
+    suffix: int
+    max_tokens: int
 
 
-def synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-
-
-@functools.cache
-def measured_ceilings(device: str) -> tuple[float, float]:
-    """(bytes/s of a copy, counting reads and writes; FLOP/s of a large bfloat16 product)."""
-    size = 8192 if device != "cpu" else 256
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    flops = 2 * size**3 / seconds_per_call(lambda: a @ a, device)
-    source = torch.empty(2**30 if device != "cpu" else 2**20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_per_call(lambda: target.copy_(source), device), flops
-
-
-def ceilings(device: str) -> Outcome:
-    copy, flops = measured_ceilings(device)
-    print(f"  a copy moves {copy / 1e12:.2f} TB/s, a large bfloat16 product runs at {flops / 1e12:.0f} TFLOP/s")
-    return {"copy_bytes_per_second": copy, "gemm_flops": flops}, []
+SHARED = Job(rows=512, prefix=1024, per_prefix=32, suffix=64, max_tokens=64)
 
 
 def time_engine(
     device: str,
     config: ModelConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    job: Job = SHARED,
     prefill: tuple[int, int] = (64, 1024),
-    decodes: Sequence[tuple[int, int]] = ((1, 512), (16, 512), (64, 512), (256, 512), (512, 512)),
-    steps: int = 96,
+    decodes: Sequence[tuple[int, int]] = ((256, 512), (64, 512), (1, 512), (512, 512), (16, 512)),
+    steps: int = 64,
+    until: float = math.inf,
 ) -> Outcome:
-    """Whole steps of the engine, host included. prefill, decodes: (rows, prompt tokens)."""
-    copy, flops = measured_ceilings(device)
+    """A whole job against its roofline, then whole steps of the engine, host included. prefill, decodes: (rows, tokens)."""
+    ceilings = kernels.measured_ceilings(device)
     config = config or one_billion_config()
     decoder = random_decoder(config, "triton", dtype, device, 0.02)
-    layers = num_matmul_parameters(config, lm_head=False)
-    weights = num_matmul_parameters(config) * dtype.itemsize
-    kv = kv_bytes_per_token(config, dtype)
     figures: dict[str, Any] = {}
+    compile_engine(decoder, prefill)
+    figures["job"] = time_job(decoder, job, ceilings)
     rows, length = prefill
     prompts = shared_prompts(rows, config.vocab_size, 0, length, 1)
-    run_engine(decoder, window_of(prompts), 2, budget=8192)  # compiles
     begin = time.perf_counter()
     _, stats, _ = run_engine(decoder, window_of(prompts), 1, budget=8192)
     seconds, computed = time.perf_counter() - begin, stats.counts.num_prefill
-    share = 2 * layers * computed / seconds / flops
+    share = 2 * num_matmul_parameters(config, lm_head=False) * computed / seconds / ceilings.gemm
     figures["prefill"] = {"tokens_per_second": computed / seconds, "gemm_share": share, "stages": dict(stats.seconds)}
     print(f"  prefill: {computed / seconds:,.0f} tokens/s; its matrix products at {share:.0%} of the measured rate")
     for rows, length in decodes:
-        prompts = shared_prompts(rows, config.vocab_size, 0, length, 1)
-        _, stats, log = run_engine(decoder, window_of(prompts), steps, budget=8192)
-        times = [b[0] - a[0] for a, b in itertools.pairwise(log) if b[1] == b[2] == rows]  # pure decode steps of all rows
-        context = statistics.median(b[3] for b in log if b[1] == b[2] == rows)
-        seconds = statistics.median(times)
-        moved = (weights + context * kv) / seconds
-        host = sum(v for k, v in stats.seconds.items() if k in ("schedule", "inputs", "update")) / stats.counts.num_steps
-        figures[f"decode {rows} x {length}"] = {
-            "step_seconds": seconds,
-            "tokens_per_second": rows / seconds,
-            "copy_share": moved / copy,
-            "host_seconds_per_step": host,
-            "stages": dict(stats.seconds),
-        }
-        print(
-            f"  decode, {rows} rows of {length} tokens: {1e3 * seconds:.2f} ms a step, {rows / seconds:,.0f} tokens/s, "
-            f"{moved / copy:.0%} of the copy rate, host {1e3 * host:.2f} ms",
-            flush=True,
-        )
+        if time.perf_counter() > until:
+            print(f"  no time left for a decode of {rows} rows of {length} tokens")
+            continue
+        figures[f"decode {rows} x {length}"] = time_decode(decoder, rows, length, steps, ceilings)
     return figures, []
 
 
-def time_attention(device: str) -> Outcome:
-    """The attention kernels alone at the 1B shape, in bfloat16: decode as bytes/s, prefill as FLOP/s."""
-    copy, flops = measured_ceilings(device)
-    heads, kv_heads, dim = 32, 8, 64
-    figures: dict[str, Any] = {}
-    shapes = [(1, 1, 4096), (16, 1, 2048), (64, 1, 2048), (256, 1, 1024), (8, 1024, 1024), (4, 4096, 4096)]
-    for rows, queries, length in shapes:
-        case = plan_attention_case(
-            [queries] * rows, [length] * rows, heads, kv_heads, dim, BLOCK_SIZE, torch.bfloat16, device, poison=False
-        )
-        metadata, *tensors = case.make()
-        plan = load("plan_attention", "triton")(metadata, heads, kv_heads, dim)
-        seconds = seconds_per_call(functools.partial(plan, *tensors), device)
-        if queries == 1:
-            share, what = 2 * rows * length * kv_heads * dim * 2 / seconds / copy, "copy_share"
-        else:
-            visible = rows * queries * (2 * length - queries + 1) / 2
-            share, what = 4 * visible * heads * dim / seconds / flops, "gemm_share"
-        figures[f"{rows} x {queries} of {length}"] = {"seconds": seconds, what: share}
-        print(
-            f"  {rows} requests, {queries} queries of {length} tokens: {1e6 * seconds:.0f} us, {share:.0%} ({what})",
-            flush=True,
-        )
-    return figures, []
+def compile_engine(decoder: Decoder, prefill: tuple[int, int]) -> None:
+    """What a first run would do besides running: a prefill with shared prefixes, and two steps of decode."""
+    rows, length = prefill
+    run_engine(
+        decoder, window_of(shared_prompts(rows, decoder.config.vocab_size, length // 2, length // 2, 8)), 3, budget=8192
+    )
 
 
-def time_elementwise(device: str) -> Outcome:
-    """The other kernels at 4,096 tokens of the 1B shape, as shares of the copy rate."""
-    copy, _ = measured_ceilings(device)
-    tokens, hidden, inner, dtype = 4096, 2048, 8192, torch.bfloat16
-    cases = {  # op -> (case, elements read and written)
-        "rms_norm": (rms_norm_case((tokens, hidden), dtype, device), 2 * tokens * hidden),
-        "add_rms_norm": (add_rms_norm_case((tokens, hidden), dtype, device), 4 * tokens * hidden),
-        "rotary_embedding": (rotary_embedding_case(tokens, 32, 8, 64, 64, dtype, device), 2 * tokens * 40 * 64),
-        "silu_and_mul": (silu_and_mul_case(tokens, inner, dtype, device), 3 * tokens * inner),
+def time_job(decoder: Decoder, job: Job, ceilings: kernels.Ceilings) -> dict[str, Any]:
+    """From token ids to token ids. Its roofline: weights once a step and each key/value token that the steps read at the
+    copy's rate; matrix products and attention at the product's rate; one after the other, and at best both at once."""
+    config = decoder.config
+    prompts = shared_prompts(job.rows, config.vocab_size, job.prefix, job.suffix, job.per_prefix)
+    window, cost = window_of(prompts), static_cost(config, decoder.dtype)
+    begin = time.perf_counter()
+    tokens, stats, _ = run_engine(decoder, window, job.max_tokens, budget=8192)
+    seconds, counts = time.perf_counter() - begin, stats.counts
+    flops = job_flops(cost, config, window, np.array([len(tokens[int(i)]) for i in window.index]))
+    compute = (flops.linear + flops.attention) / ceilings.gemm
+    memory = (counts.num_steps * cost.weight_bytes + counts.num_kv_read * cost.kv_bytes_per_token) / ceilings.copy
+    in_turn, at_once = compute + memory, max(compute, memory)
+    output = sum(map(len, tokens.values()))
+    print(
+        f"  job of {job.rows} rows, {job.prefix} shared and {job.suffix} own tokens each, {job.max_tokens} out: "
+        f"{seconds:.2f} s, {output / seconds:,.0f} output and {window.lengths.sum() / seconds:,.0f} prompt tokens/s, "
+        f"{in_turn / seconds:.0%} of the roofline in turn, {at_once / seconds:.0%} of it at once",
+        flush=True,
+    )
+    return {
+        "seconds": seconds,
+        "output_tokens_per_second": output / seconds,
+        "prompt_tokens": int(window.lengths.sum()),
+        "prefill_computed": counts.num_prefill,
+        "num_steps": counts.num_steps,
+        "kv_read_factor": counts.num_kv_visible / max(counts.num_kv_read, 1),
+        "compute_seconds": compute,
+        "memory_seconds": memory,
+        "share_in_turn": in_turn / seconds,
+        "share_at_once": at_once / seconds,
+        "stages": dict(stats.seconds),
     }
-    figures = {}
-    for op, (case, elements) in cases.items():
-        arguments = case.make()
-        seconds = seconds_per_call(functools.partial(case.call, load(op, "triton"), arguments), device)
-        share = elements * dtype.itemsize / seconds / copy
-        figures[op] = {"seconds": seconds, "copy_share": share}
-        print(f"  {op}: {1e6 * seconds:.0f} us, {share:.0%} of the copy rate")
-    return figures, []
+
+
+def time_decode(decoder: Decoder, rows: int, length: int, steps: int, ceilings: kernels.Ceilings) -> dict[str, Any]:
+    """The median step in which all rows decode, and what it reads: the weights, and every key and value."""
+    config = decoder.config
+    prompts = shared_prompts(rows, config.vocab_size, 0, length, 1)
+    _, stats, log = run_engine(decoder, window_of(prompts), steps, budget=8192)
+    times = [b[0] - a[0] for a, b in itertools.pairwise(log) if b[1] == b[2] == rows]
+    context = statistics.median(b[3] for b in log if b[1] == b[2] == rows)
+    seconds = statistics.median(times)
+    weights = num_matmul_parameters(config) * decoder.dtype.itemsize
+    share = (weights + context * kv_bytes_per_token(config, decoder.dtype)) / seconds / ceilings.copy
+    host = sum(v for k, v in stats.seconds.items() if k in ("schedule", "inputs", "update")) / stats.counts.num_steps
+    print(
+        f"  decode, {rows} rows of {length} tokens: {1e3 * seconds:.2f} ms a step, {rows / seconds:,.0f} tokens/s, "
+        f"{share:.0%} of the copy rate, host {1e3 * host:.2f} ms",
+        flush=True,
+    )
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": rows / seconds,
+        "copy_share": share,
+        "host_seconds_per_step": host,
+        "stages": dict(stats.seconds),
+    }

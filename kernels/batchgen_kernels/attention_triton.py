@@ -1,6 +1,7 @@
 """Paged causal attention on a GPU: decode and prefill requests of one step, each by its own kernel.
 
 The equation is that of attention_reference.py. One merged kernel for both would need one tile shape for both, and loses 2x.
+With shared-prefix groups one more kernel reads all shared keys, those two only the private ones, and a fourth merges.
 """
 
 from __future__ import annotations
@@ -12,25 +13,22 @@ from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.paged_decode import paged_decode
 from batchgen_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+from batchgen_kernels.shared_prefix import SharedPlan, attend_shared, merge_shared, plan_shared, token_positions
 
 
 def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:
     """See AttentionPlan for what it returns.
 
-    Reads no shared-prefix groups (`shares_prefix_reads` is False): metadata that has some is refused. Nothing here waits
-    for the device. Shapes and dtypes are checked at the first layer of a step with each set of
-    options; the others are like it.
+    Nothing here waits for the device. Shapes and dtypes are checked at the first layer of a step with each set of options;
+    the others are like it. Without groups the launches are those of paged_decode and paged_prefill and nothing else.
     """
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
-    num_groups = metadata.group_query_start.numel()
-    if num_groups:
-        raise ValueError(
-            f"attention of backend triton reads no shared-prefix groups, but the metadata has {num_groups}; "
-            "build it without groups and with kv_start all zero (see Ops.shares_prefix_reads)"
-        )
+    has_groups = metadata.group_query_start.numel() > 0
     checked: set[tuple[bool, ...]] = set()  # with these options in use
     prefill: PrefillPlan | None = None
+    shared: SharedPlan | None = None
+    positions: torch.Tensor | None = None
 
     def run(
         query: torch.Tensor,
@@ -43,7 +41,7 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        nonlocal prefill
+        nonlocal prefill, shared, positions
         options = AttentionOptions(window, soft_cap, sinks, key_scale, value_scale)
         check_options("attention", query, key_cache, options)
         check = options.used not in checked
@@ -55,10 +53,22 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
                     f"got {tuple(query.shape)} and {tuple(key_cache.shape)}"
                 )
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        private_out, private_lse, private_options, max_keys = out, None, options, metadata.max_seq_len
+        if has_groups:
+            num_tokens = query.shape[0]
+            if shared is None:
+                shared = plan_shared(metadata, num_tokens, num_q_heads, num_kv_heads, head_dim, query.dtype)
+            if window and positions is None:
+                positions = token_positions(metadata, num_tokens)
+            parts = attend_shared(query, key_cache, value_cache, scale, shared, positions, check, options)
+            private_out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+            private_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+            private_options = options._replace(sinks=None)  # a sink joins when the parts do
+            max_keys -= shared.min_shared
         index = (metadata.block_table, metadata.query_start, metadata.seq_lens, metadata.kv_start)
         paged_decode(
-            query, key_cache, value_cache, *index, metadata.decode_requests, metadata.max_seq_len, scale, out,
-            check=check, options=options,
+            query, key_cache, value_cache, *index, metadata.decode_requests, max_keys, scale, private_out, private_lse,
+            check=check, options=private_options,
         )  # fmt: skip
         requests = metadata.prefill_requests
         if prefill is None and requests.shape[0]:
@@ -66,13 +76,15 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
                 query, key_cache, metadata.query_start, metadata.seq_lens, requests, metadata.max_query_len
             )
         paged_prefill(
-            query, key_cache, value_cache, *index, requests, metadata.max_query_len, scale, out,
-            plan=prefill, check=check, options=options,
+            query, key_cache, value_cache, *index, requests, metadata.max_query_len, scale, private_out, private_lse,
+            plan=prefill, check=check, options=private_options,
         )  # fmt: skip
+        if shared is not None and private_lse is not None:
+            merge_shared(*parts, private_out, private_lse, shared, num_kv_heads, out, sinks)
         checked.add(options.used)
         return out
 
     return run
 
 
-plan_attention_triton.shares_prefix_reads = False  # type: ignore[attr-defined]
+plan_attention_triton.shares_prefix_reads = True  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_90", 128, 4): Launch(32, 16, 8, 3),
     ("sm_90", 256, 4): Launch(32, 16, 8, 3),
     ("sm_100", 64, 4): Launch(32, 32, 8, 3),
-    ("sm_100", 128, 4): Launch(32, 16, 8, 3),
+    ("sm_100", 128, 4): Launch(32, 16, 16, 3),
     ("sm_100", 256, 4): Launch(32, 16, 8, 3),
     ("gfx942", 64, 4): Launch(64, 32, 4, 2),
     ("gfx942", 128, 4): Launch(64, 32, 4, 2),
@@ -143,6 +143,11 @@ def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype, fp8: boo
     return DECODE.get(key, DECODE_ANYWHERE[dtype.itemsize])
 
 
+def shared_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False) -> Launch:
+    """For shared prefixes; short: tiles of 64 rows, for few members."""
+    return prefill_launch(architecture, head_dim, dtype, short)
+
+
 def current_architecture() -> str:
     """Name of the active target: sm_90, gfx942, ..., or `interpreter`."""
     if interpreting():
@@ -151,9 +156,16 @@ def current_architecture() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":")[0]
 
 
-@functools.cache
+assumed_processors: int | None = None  # of a GPU that is only compiled for: cross_compile.target sets it
+
+
 def num_processors(device: torch.device) -> int:
     """How many programs run at a time at least: streaming multiprocessors (compute units) of the device."""
+    return _count_processors(device) if assumed_processors is None else assumed_processors
+
+
+@functools.cache
+def _count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
