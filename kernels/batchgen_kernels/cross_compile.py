@@ -252,6 +252,8 @@ def _count_sass(ops: list[str]) -> dict[str, Any]:
         "spills": kinds["LDL"] + kinds["STL"],  # the kernels have no arrays of their own in local memory
         "loads": len(loads),
         "wide_loads": sum(_width(op) >= 16 for op in loads),
+        "narrow_loads": sum(_width(op) < 4 for op in loads),
+        "widest_load": max(map(_width, loads), default=0),
         "load_bytes": sum(map(_width, loads)),  # of one thread
         "wide_stores": sum(op.split(".")[0] == "STG" and _width(op) >= 16 for op in ops),
     }

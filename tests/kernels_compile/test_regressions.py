@@ -135,7 +135,8 @@ def test_the_inner_loop_is_what_the_innermost_backward_branch_encloses():
     ops, loops = cross_compile._instructions(SASS, cross_compile.SASS, cross_compile.SASS_LABEL, cross_compile.SASS_BRANCH)
     assert len(ops) == 11 and len(loops) == 1
     assert cross_compile._count_sass(loops[0]) == {
-        "mma": {"HMMA": 2}, "spills": 1, "loads": 2, "wide_loads": 1, "load_bytes": 18, "wide_stores": 0,
+        "mma": {"HMMA": 2}, "spills": 1, "loads": 2, "wide_loads": 1, "narrow_loads": 1, "widest_load": 16,
+        "load_bytes": 18, "wide_stores": 0,
     }  # fmt: skip
 
 
