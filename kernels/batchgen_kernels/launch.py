@@ -81,6 +81,12 @@ PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
     ("gfx942", 64, 2): Launch(64, 32, 4, 2),
     ("gfx942", 128, 2): Launch(64, 16, 4, 2),
     ("gfx942", 256, 2): Launch(64, 16, 8, 2),
+    ("sm_80", 64, 4): Launch(32, 16, 8, 3),
+    ("sm_80", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_90", 64, 4): Launch(32, 16, 8, 3),
+    ("sm_90", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_100", 64, 4): Launch(32, 16, 8, 3),
+    ("sm_100", 128, 4): Launch(16, 16, 8, 3),
 }
 DECODE: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(16, 64, 4, 4),

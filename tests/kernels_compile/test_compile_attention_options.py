@@ -86,7 +86,7 @@ def test_prefill_of_short_chunks(architecture, head_dim, table):
 @pytest.mark.parametrize("architecture", ["sm_80", "gfx942"])
 def test_float32_with_everything(architecture, kind, table):
     """Queries in float32 on a float8 cache; decode also in parts, whose merging has the sinks."""
-    launched = getattr(launch, f"{kind}_launch")(architecture, 128, FP32)
+    launched = getattr(launch, f"{kind}_launch")(architecture, 128, FP32, fp8=True)
     for r in compile_options(kind, architecture, launched, 128, FP32, num_splits=4, fp8=True, **OPTIONS):
         table(f"paged_{kind}", f"{architecture} float32, all options, float8 128 {tuple(launched)}", r)
         assert_sound(r)
