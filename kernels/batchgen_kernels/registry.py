@@ -75,6 +75,36 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "gather_logprobs:gather_logprobs_torch",
         "triton": "gather_logprobs:gather_logprobs_triton",
     },
+    "linear_invariant": {
+        "reference": "linear:linear_invariant_reference",
+        "torch": "linear:linear_invariant_torch",
+        "triton": "linear:linear_invariant_triton",
+    },
+    "linear_int8": {
+        "reference": "linear:linear_int8_reference",
+        "torch": "linear:linear_int8_torch",
+        "triton": "linear:linear_int8_triton",
+    },
+    "linear_int4": {
+        "reference": "linear:linear_int4_reference",
+        "torch": "linear:linear_int4_torch",
+        "triton": "linear:linear_int4_triton",
+    },
+    "linear_fp8": {
+        "reference": "linear:linear_fp8_reference",
+        "torch": "linear:linear_fp8_torch",
+        "triton": "linear:linear_fp8_triton",
+    },
+    "grouped_linear": {
+        "reference": "grouped_linear:grouped_linear_reference",
+        "torch": "grouped_linear:grouped_linear_torch",
+        "triton": "grouped_linear:grouped_linear_triton",
+    },
+    "combine_experts": {
+        "reference": "grouped_linear:combine_experts_reference",
+        "torch": "grouped_linear:combine_experts_torch",
+        "triton": "grouped_linear:combine_experts_triton",
+    },
 }
 BACKENDS = ("reference", "torch", "triton")
 

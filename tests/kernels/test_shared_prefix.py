@@ -1,8 +1,5 @@
 """Shared prefixes read once: random prefix trees against attention over each request's whole context, in float64."""
 
-import itertools
-import random
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,10 +7,8 @@ from batchgen_kernels import attention_triton, shared_prefix
 from batchgen_kernels._triton import interpreting
 from batchgen_kernels.attention_options import NO_OPTIONS
 from batchgen_kernels.attention_reference import plan_attention_reference
-from batchgen_kernels.cases.attention import with_options
-from batchgen_kernels.cases.shared_prefix import shared_inputs
 from batchgen_kernels.cases.case import TOLERANCE, relative_error
-from batchgen_kernels.launch import Launch
+from batchgen_kernels.cases.shared_prefix import shared_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

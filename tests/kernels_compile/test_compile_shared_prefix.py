@@ -1,6 +1,5 @@
 """Shared-prefix attention and its merge, in every launch that the plan can choose, for GPUs that are not here."""
 
-import itertools
 
 import cross_compile
 import pytest
@@ -8,7 +7,7 @@ import torch
 from batchgen_kernels import launch, shared_prefix
 from batchgen_kernels.cases.attention import with_options
 from batchgen_kernels.cases.shared_prefix import shared_inputs
-from gates import BF16, ELSEWHERE, FP16, FP32, LARGE_MMA, TARGETS, assert_copies_in_flight, assert_sound
+from gates import BF16, FP32, LARGE_MMA, TARGETS, assert_copies_in_flight, assert_sound
 
 
 def compile_shared(target, dtype, head_dim, short=False, block_size=16, heads=(8, 2), **options):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from batchgen_kernels.cases import attention, cache, elementwise, sampling
+from batchgen_kernels.cases import attention, cache, elementwise, experts, linear, sampling
 from batchgen_kernels.cases.case import Case
 
 CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
@@ -29,4 +29,10 @@ CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
     "plan_attention": attention.plan_attention_cases,
     "sample_tokens": sampling.sample_tokens_cases,
     "gather_logprobs": sampling.gather_logprobs_cases,
+    "linear_invariant": linear.linear_invariant_cases,
+    "linear_int8": linear.linear_int8_cases,
+    "linear_int4": linear.linear_int4_cases,
+    "linear_fp8": linear.linear_fp8_cases,
+    "grouped_linear": experts.grouped_linear_cases,
+    "combine_experts": experts.combine_experts_cases,
 }
