@@ -32,6 +32,7 @@ def make_mutate(monkeypatch, tmp_path):
         mutant = copy_of(module, edit)
         if entry is None:
             return mutant
+        importlib.import_module(f"batchgen_kernels.{entry}")  # or its first import would be of the mutant, for good
         monkeypatch.setitem(sys.modules, f"batchgen_kernels.{module}", mutant)
         return copy_of(entry)
 
