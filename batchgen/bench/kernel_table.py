@@ -24,6 +24,8 @@ from batchgen_kernels.cases.elementwise import (
     rotary_embedding_case,
     silu_and_mul_case,
 )
+from batchgen_kernels.cases.experts import combine_experts_case, grouped_linear_case
+from batchgen_kernels.cases.linear import linear_case
 from batchgen_kernels.cases.sampling import gather_logprobs_case, sample_tokens_case
 from batchgen_kernels.float8 import E4M3, dequantize_rows, quantize_rows
 from batchgen_kernels.registry import OPS, load
@@ -98,7 +100,8 @@ def ops_without_rows() -> list[str]:
 def _table() -> list[Row]:
     table = [row for model in MODELS.values() for row in _rows_of(model)]
     # both models have this vocabulary
-    return table + [row for requests in (16, 256) for row in logits_rows(MODELS["8B"], requests)]
+    table += [row for requests in (16, 256) for row in logits_rows(MODELS["8B"], requests)]
+    return table + [row for tokens in (16, 64, 4096) for row in linear_rows(MODELS["8B"], tokens)]
 
 
 def _rows_of(m: Model) -> Iterator[Row]:
@@ -363,3 +366,31 @@ def _dense_logits(make_case: Callable[..., Case], *args: Any, **options: Any) ->
         return logits.contiguous(), *rest
 
     return case._replace(make=make)
+
+
+def linear_rows(m: Model, tokens: int) -> Iterator[Row]:
+    """The first product of the MLP, dense and as one of eight experts of which each token takes two."""
+    num_out, num_in, experts, choices = m.inner, m.hidden, 8, 2
+    shape = f"{tokens} x {num_in} x {num_out}"
+    row = functools.partial(case_row, flops=2 * tokens * num_in * num_out, short=tokens == 64)
+    in_and_out = tokens * (num_in + num_out)
+    bits = {
+        "linear_invariant": 16,
+        "linear_int8": 8,
+        "linear_fp8": 8,
+        "linear_int4": 4 + 2 * 32 / 128,
+    }  # with scale and zero
+    for op, size in bits.items():
+        make = functools.partial(linear_case, op, tokens, num_in, num_out, BF16)
+        yield row(op, shape, in_and_out + int(num_out * num_in * size) // 16, make)
+    used = min(experts, tokens * choices)
+    yield row(
+        "grouped_linear", f"{shape}, {choices} of {experts}",
+        tokens * num_in + tokens * choices * num_out + used * num_out * num_in,
+        lambda d: grouped_linear_case(tokens, choices, experts, num_in, num_out, BF16, d),
+        flops=2 * tokens * choices * num_in * num_out,
+    )  # fmt: skip
+    yield row(
+        "combine_experts", f"{tokens} x {choices} x {num_in}", tokens * (choices + 1) * num_in,
+        lambda d: combine_experts_case(tokens, choices, num_in, BF16, d), flops=0,
+    )  # fmt: skip

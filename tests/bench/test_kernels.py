@@ -17,6 +17,7 @@ from batchgen.bench.kernel_table import (
     attention_row,
     elementwise_rows,
     exact_attention,
+    linear_rows,
     logits_rows,
     shared_row,
 )
@@ -63,6 +64,13 @@ def test_bytes_and_flops_by_hand():
     assert float8 == moved["rope_and_write_kv"] - 2 * 16 * 2 * 16 + 2 * 16 * 2 * 4  # a byte less each, a scale more
     assert moved["copy_blocks"] == 2 * 1 * (2 * 2 * 16 * 2 * 16) * 2  # one block, read and written: layers, k and v
     assert moved["merge_states"] == 3 * 16 * 4 * (16 * 2 + 4)
+    linear = {row.kernel: row for row in linear_rows(TOY._replace(hidden=128), 3)}
+    assert linear["linear_invariant"].bytes == 3 * (128 + 32) * 2 + 32 * 128 * 2
+    assert linear["linear_int8"].bytes == 3 * (128 + 32) * 2 + 32 * 128
+    assert linear["linear_int4"].bytes == 3 * (128 + 32) * 2 + 32 * (64 + 8)  # a float32 scale and zero for 128 codes
+    assert linear["grouped_linear"].bytes == (3 * 128 + 3 * 2 * 32 + 6 * 32 * 128) * 2  # at most six experts are met
+    assert linear["grouped_linear"].flops == 2 * linear["linear_fp8"].flops == 2 * 3 * 2 * 128 * 32
+    assert linear["combine_experts"].bytes == 3 * 3 * 128 * 2
 
 
 @pytest.mark.parametrize(("queries", "length"), [(1, 20), (5, 20), (7, 7)])
@@ -74,6 +82,7 @@ def test_exact_attention_and_sdpa_are_two_ways_to_the_same(queries, length):
 
 
 def toy_rows():
+    yield from linear_rows(TOY._replace(hidden=128), 3)
     yield attention_row("decode", TOY, 3, 1, 40)
     yield attention_row("decode", TOY, 3, 1, 40, float8=True)
     for grouped in (False, True):
