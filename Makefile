@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: install run test test-slow test-compile test-newest-triton test-all
+.PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
 .PHONY: lint bench bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
@@ -31,8 +31,10 @@ test: install
 
 # What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here.
 test-slow: install
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-model test-compile test-newest-triton
+
+test-model: install
 	$(PYTEST) -m "(model or slow) and not gpu"
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-compile test-newest-triton
 
 test-compile: install
 	TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
@@ -44,7 +46,7 @@ NEWEST := $(CURDIR)/.triton-newest
 test-newest-triton: install
 	test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && $(BIN)/pip install --quiet \
 		--disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
-	PYTHONPATH=$(NEWEST) TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	PYTHONPATH=$(NEWEST) TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_interpreter.py tests/kernels/test_ops.py
 	PYTHONPATH=$(NEWEST) TRITON_DEFAULT_FP_FUSION=1 TRITON_INTERPRET=0 $(PYTEST) tests/kernels_compile
 
 test-all: test test-slow
