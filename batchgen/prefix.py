@@ -20,9 +20,9 @@ def block_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(parent + token_ids.tobytes())
 
 
-def block_hashes(token_ids: np.ndarray, block_size: int) -> Iterator[bytes]:
-    """The hash of each full block of a prompt ([n] int32), one after another."""
-    digest, data, size = ROOT, token_ids.tobytes(), 4 * block_size
+def block_hashes(token_ids: np.ndarray, block_size: int, parent: bytes = ROOT) -> Iterator[bytes]:
+    """The hash of each full block of token_ids ([n] int32), one after another; `parent` is the hash before the first."""
+    digest, data, size = parent, token_ids.tobytes(), 4 * block_size
     for begin in range(0, len(data) - size + 1, size):
         digest = xxhash.xxh3_128_digest(digest + data[begin : begin + size])
         yield digest

@@ -17,6 +17,7 @@ each layer writes the step's keys and values before any attention reads them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,7 @@ class BlockPool:
         self.is_cached = np.zeros(num_blocks, bool)
         self.hash_of: dict[int, bytes] = {}  # cached block -> its hash
         self.cache: dict[bytes, int] = {}  # hash -> block
+        self._digests: list[bytes] = []  # of the full blocks of the prompt that was matched last
         # Free ids, sorted when `_sorted`: single blocks come off the end (high ids), runs from the front (low ids), so
         # that a prefix lands on consecutive ids and the CPU backend reads it in place.
         self._free = np.arange(1, num_blocks, dtype=np.int32)
@@ -125,22 +127,23 @@ class BlockPool:
 
     # ---- the prefix cache ---------------------------------------------------------------------------------------
 
-    def match(self, token_ids: np.ndarray) -> list[int]:
+    def match(self, token_ids: np.ndarray, num_same: int = 0) -> list[int]:
         """The longest chain of cached blocks that spells a prefix of `token_ids` ([n] int32). Takes no reference.
 
         The hash only finds a block. It counts if its parent is the block matched before it and its token ids are equal.
+        num_same: full blocks that the caller knows to be those of the prompt asked for last, whose hashes are at hand.
         """
-        matched: list[int] = []
-        parent = NO_PARENT
-        for digest in block_hashes(token_ids, self.block_size):
-            block = self.cache.get(digest)
-            if block is None or self.parent[block] != parent:
-                break
-            matched.append(block)
-            parent = block
+        digests = self._digests[:num_same]
+        digests += block_hashes(
+            token_ids[len(digests) * self.block_size :], self.block_size, digests[-1] if digests else ROOT
+        )
+        self._digests = digests
+        found = list(itertools.takewhile(lambda block: block is not None, map(self.cache.get, digests)))
+        matched = np.array(found, np.int32)
+        good = self.parent[matched] == np.concatenate([[NO_PARENT], matched[:-1]])
         tokens = token_ids[: len(matched) * self.block_size].reshape(-1, self.block_size)
-        equal = (self.token_ids[matched] == tokens).all(1)
-        return matched if equal.all() else matched[: int(equal.argmin())]
+        good &= (self.token_ids[matched] == tokens).all(1)
+        return matched.tolist() if good.all() else matched[: int(good.argmin())].tolist()
 
     def acquire(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Take a reference to each of `blocks`, which are held or kept."""

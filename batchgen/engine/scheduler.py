@@ -56,6 +56,7 @@ class Scheduler:
         self.waiting: list[Candidate] = []  # heap in plan order
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
+        self._last_matched = -1  # position of the prompt that was looked up last
         self._copies: list[tuple[int, int, int]] = []  # (slot, source, destination) for the next step
         self._eos = np.array(sorted(config.eos_token_ids), np.int32)
         self._forecast = MemoryForecast(config.max_tokens, pool.block_size)
@@ -290,7 +291,7 @@ class Scheduler:
         while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
             prompt = self.window.prompt(candidate.position)
             limit = min(len(prompt) + self.config.max_tokens, self.config.max_model_len)
-            matched = pool.match(prompt) if self.config.prefix_cache else []
+            matched = self._match(candidate.position, prompt) if self.config.prefix_cache else []
             if (fault := self._never_fits(len(prompt), limit)) is not None:
                 self._take(candidate, candidate.num_samples)
                 pool.use(matched[: candidate.num_expected])
@@ -326,6 +327,16 @@ class Scheduler:
         s.set_running(np.concatenate([s.running, entered]))
         self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))
         return admitted
+
+    def _match(self, position: int, prompt: np.ndarray) -> list[int]:
+        """Cached blocks of this prompt. The plan knows how much of it is the prompt that was looked up before."""
+        between = self.window.shared_blocks[self._last_matched + 1 : position + 1]
+        if position == self._last_matched:
+            num_same = len(prompt) // self.pool.block_size
+        else:
+            num_same = int(between.min()) if 0 <= self._last_matched < position else 0
+        self._last_matched = position
+        return self.pool.match(prompt, num_same)
 
     def _next_candidate(self) -> Candidate | None:
         if self.waiting and (self.next_row >= len(self.window) or self.waiting[0].position < self.next_row):
