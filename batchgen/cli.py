@@ -117,6 +117,18 @@ def schema() -> None:
     print(json.dumps(job_json_schema(), indent=2))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure and predict.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def simulate(context: typer.Context) -> None:
+    """A whole job on a simulated GPU, against the policies of serving engines; --help lists its options."""
+    from batchgen.bench.simulate import main as simulate_main
+
+    raise typer.Exit(simulate_main(context.args))
+
+
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
     prepare_environment()

@@ -38,9 +38,11 @@ def window_of(prompts: list[np.ndarray], block_size: int, sort: bool = True) -> 
     return plan_window(lambda i: prompts[i], np.arange(len(prompts)), lengths, block_size, sort)
 
 
-def run(window: Window, config: SchedulerConfig, num_blocks: int) -> tuple[dict[tuple[int, int], Finished], Scheduler]:
+def run(
+    window: Window, config: SchedulerConfig, num_blocks: int, pool_class: type[BlockPool] = BlockPool
+) -> tuple[dict[tuple[int, int], Finished], Scheduler]:
     """Drive a scheduler to the end; checks the pool after every step and every read. Keys: (row in file, sample)."""
-    pool = BlockPool(num_blocks, window.block_size)
+    pool = pool_class(num_blocks, window.block_size)
     scheduler = Scheduler(config, pool, window)
     state, block_size = scheduler.state, window.block_size
     memory = np.full((num_blocks, block_size), STALE, np.int64)
@@ -78,7 +80,7 @@ def run(window: Window, config: SchedulerConfig, num_blocks: int) -> tuple[dict[
             key = (int(window.index[f.position]), f.sample_index)
             assert key not in results, "a request finished twice"
             results[key] = f
-    assert pool.num_free + pool.num_kept == pool.num_usable, "blocks leaked"
+    assert pool._num_free + pool.num_kept == pool.num_usable, "blocks leaked"
     assert state.num_free_slots == state.max_requests, "slots leaked"
     return results, scheduler
 

@@ -9,7 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ENGINE_HOST = [
-    *("engine.scheduler", "engine.block_pool", "engine.batch_state", "engine.prefix_groups", "engine.step"),
+    *(
+        "engine.scheduler",
+        "engine.block_pool",
+        "engine.memory_forecast",
+        "engine.batch_state",
+        "engine.prefix_groups",
+        "engine.step",
+    ),
 ]
 
 # layer -> (modules below batchgen, what they may import besides the standard library and themselves)

@@ -17,11 +17,12 @@ each layer writes the step's keys and values before any attention reads them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-from batchgen.prefix import ROOT, block_hash
+from batchgen.prefix import ROOT, block_hash, block_hashes
 
 NULL_BLOCK = 0  # pads block tables; always zero, never handed out
 NO_PARENT = 0  # parent of a first block
@@ -43,8 +44,10 @@ class BlockPool:
         self.depth = np.zeros(num_blocks, np.int32)  # position in its sequence, in blocks
         self.num_children = np.zeros(num_blocks, np.int32)  # cached blocks whose parent it is
         self.token_ids = np.zeros((num_blocks, block_size), np.int32)
+        self.is_cached = np.zeros(num_blocks, bool)
         self.hash_of: dict[int, bytes] = {}  # cached block -> its hash
         self.cache: dict[bytes, int] = {}  # hash -> block
+        self._digests: list[bytes] = []  # of the full blocks of the prompt that was matched last
         # Free ids, sorted when `_sorted`: single blocks come off the end (high ids), runs from the front (low ids), so
         # that a prefix lands on consecutive ids and the CPU backend reads it in place.
         self._free = np.arange(1, num_blocks, dtype=np.int32)
@@ -103,14 +106,15 @@ class BlockPool:
 
     def _free_if_unused(self, blocks: np.ndarray) -> None:
         """Free those of `blocks` that have no use left, and the parents that were only kept to reach them."""
-        freed: dict[int, None] = {}
-        for block in blocks[self.depth[blocks].argsort(kind="stable")[::-1]].tolist():  # children first
+        idle = blocks[(self.ref_count[blocks] == 0) & (self.remaining_uses[blocks] == 0)]
+        cached = self.is_cached[idle]
+        freed: dict[int, None] = dict.fromkeys(idle[~cached].tolist())  # private: nobody else can want them
+        idle = idle[cached]
+        for block in idle[self.depth[idle].argsort(kind="stable")[::-1]].tolist():  # children first
             while block not in freed and self._is_unused(block):
                 freed[block] = None
-                digest = self.hash_of.pop(block, None)
-                if digest is None:
-                    break  # private
-                del self.cache[digest]
+                del self.cache[self.hash_of.pop(block)]
+                self.is_cached[block] = False
                 block = int(self.parent[block])
                 self.num_children[block] -= 1
         self._free[self._num_free : self._num_free + len(freed)] = list(freed)
@@ -123,22 +127,23 @@ class BlockPool:
 
     # ---- the prefix cache ---------------------------------------------------------------------------------------
 
-    def match(self, token_ids: np.ndarray) -> list[int]:
+    def match(self, token_ids: np.ndarray, num_same: int = 0) -> list[int]:
         """The longest chain of cached blocks that spells a prefix of `token_ids` ([n] int32). Takes no reference.
 
         The hash only finds a block. It counts if its parent is the block matched before it and its token ids are equal.
+        num_same: full blocks that the caller knows to be those of the prompt asked for last, whose hashes are at hand.
         """
-        matched: list[int] = []
-        parent, digest = NO_PARENT, ROOT
-        for begin in range(0, len(token_ids) - self.block_size + 1, self.block_size):
-            tokens = token_ids[begin : begin + self.block_size]
-            digest = block_hash(digest, tokens)
-            block = self.cache.get(digest)
-            if block is None or self.parent[block] != parent or not np.array_equal(self.token_ids[block], tokens):
-                break
-            matched.append(block)
-            parent = block
-        return matched
+        digests = self._digests[:num_same]
+        digests += block_hashes(
+            token_ids[len(digests) * self.block_size :], self.block_size, digests[-1] if digests else ROOT
+        )
+        self._digests = digests
+        found = list(itertools.takewhile(lambda block: block is not None, map(self.cache.get, digests)))
+        matched = np.array(found, np.int32)
+        good = self.parent[matched] == np.concatenate([[NO_PARENT], matched[:-1]])
+        tokens = token_ids[: len(matched) * self.block_size].reshape(-1, self.block_size)
+        good &= (self.token_ids[matched] == tokens).all(1)
+        return matched.tolist() if good.all() else matched[: int(good.argmin())].tolist()
 
     def acquire(self, blocks: Sequence[int] | np.ndarray) -> None:
         """Take a reference to each of `blocks`, which are held or kept."""
@@ -182,6 +187,7 @@ class BlockPool:
                 return  # another request computes the same block; its children hang on that one
             self.cache[digest] = block
             self.hash_of[block] = digest
+            self.is_cached[block] = True
             self.parent[block], self.depth[block] = parent, first + i
             self.num_children[block] = 0
             self.num_children[parent] += 1
@@ -216,6 +222,7 @@ class BlockPool:
         assert (self.ref_count[free] == 0).all() and not any(b in self.hash_of for b in free.tolist())
         assert {h: b for b, h in self.hash_of.items()} == self.cache, "cache and hash_of disagree"
         cached = set(self.hash_of)
+        assert (np.flatnonzero(self.is_cached) == sorted(cached)).all(), "is_cached and hash_of disagree"
         for b in cached:
             assert self.depth[b] == 0 or int(self.parent[b]) in cached, f"block {b} is cached without its parent"
             assert self.num_children[b] == sum(1 for c in cached if self.depth[c] and self.parent[c] == b)

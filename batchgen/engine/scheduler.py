@@ -19,14 +19,13 @@ import numpy as np
 
 from batchgen.engine.batch_state import BatchState
 from batchgen.engine.block_pool import BlockPool
+from batchgen.engine.memory_forecast import MemoryForecast, wanted
 from batchgen.engine.prefix_groups import PrefixGroups, find_groups, shared_with_previous
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.errors import EngineError
 from batchgen.records import FinishReason, RowFault, Window
 
 MIN_SPARED_TOKEN_READS = 64  # below this many spared token reads a group costs more than it spares
-LENGTHS_BEFORE_ESTIMATE = 32  # finished requests before their lengths are trusted
-LENGTH_QUANTILE = 0.95
 
 
 @dataclass(order=True)
@@ -57,9 +56,11 @@ class Scheduler:
         self.waiting: list[Candidate] = []  # heap in plan order
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
+        self._last_matched = -1  # position of the prompt that was looked up last
         self._copies: list[tuple[int, int, int]] = []  # (slot, source, destination) for the next step
         self._eos = np.array(sorted(config.eos_token_ids), np.int32)
-        self._length_counts = np.zeros(config.max_tokens + 1, np.int64)  # output lengths of finished requests
+        self._forecast = MemoryForecast(config.max_tokens, pool.block_size)
+        self._common = common_blocks(window, config.num_samples)
         self._min_saving = max(1, MIN_SPARED_TOKEN_READS // pool.block_size)
 
     # ---- one step -----------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Scheduler:
     def _finish(self, slot: int, reason: FinishReason, finite: bool) -> Finished:
         s = self.state
         outputs = s.outputs(slot).copy()
-        self._length_counts[len(outputs)] += 1
+        self._forecast.end(len(outputs))
         self.stats.num_output += len(outputs)
         fault = None
         if not finite:
@@ -285,11 +286,12 @@ class Scheduler:
         """Let candidates in while tokens, slots and memory last. Returns (slot, tokens) of each."""
         s, pool, block_size = self.state, self.pool, self.pool.block_size
         admitted: list[tuple[int, int]] = []
-        promised = self._still_needed(s.running)
+        missing = self._blocks_missing(s.running)
+        mean, variance = self._future(s.running)
         while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
             prompt = self.window.prompt(candidate.position)
             limit = min(len(prompt) + self.config.max_tokens, self.config.max_model_len)
-            matched = pool.match(prompt) if self.config.prefix_cache else []
+            matched = self._match(candidate.position, prompt) if self.config.prefix_cache else []
             if (fault := self._never_fits(len(prompt), limit)) is not None:
                 self._take(candidate, candidate.num_samples)
                 pool.use(matched[: candidate.num_expected])
@@ -298,9 +300,12 @@ class Scheduler:
             known = np.concatenate([prompt, candidate.outputs])
             hit = matched[: (len(known) - 1) // block_size]
             num_samples = min(candidate.num_samples, s.num_free_slots)
-            need = self._blocks_needed(len(prompt), len(known), limit, num_samples) - len(hit)
+            need = -(-len(known) // block_size) + (num_samples - 1) * (len(known) % block_size > 0) - len(hit)
+            private = max(0, -(-len(known) // block_size) - int(self._common[candidate.position]))
+            more, more_variance = self._forecast.candidate(len(candidate.outputs), private, num_samples)
+            reserve = int(np.ceil(self.config.output_reserve * wanted(mean + more, variance + more_variance)))
             pool.acquire(hit)  # before anything is evicted
-            if need + promised > pool.num_free:
+            if need + missing + reserve > pool.num_free:
                 if admitted or len(s.running):
                     pool.release_hit(hit)
                     break
@@ -316,11 +321,22 @@ class Scheduler:
             num_given = self._give_blocks(np.array([slot], np.int32), np.array([grant], np.int32))
             admitted.append((slot, grant))
             budget -= grant
-            promised += need - num_given
+            missing += need - num_given
+            mean, variance = mean + more, variance + more_variance
         entered = np.array([slot for slot, _ in admitted], np.int32)
         s.set_running(np.concatenate([s.running, entered]))
         self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))
         return admitted
+
+    def _match(self, position: int, prompt: np.ndarray) -> list[int]:
+        """Cached blocks of this prompt. The plan knows how much of it is the prompt that was looked up before."""
+        between = self.window.shared_blocks[self._last_matched + 1 : position + 1]
+        if position == self._last_matched:
+            num_same = len(prompt) // self.pool.block_size
+        else:
+            num_same = int(between.min()) if 0 <= self._last_matched < position else 0
+        self._last_matched = position
+        return self.pool.match(prompt, num_same)
 
     def _next_candidate(self) -> Candidate | None:
         if self.waiting and (self.next_row >= len(self.window) or self.waiting[0].position < self.next_row):
@@ -391,37 +407,22 @@ class Scheduler:
 
     # ---- how much memory the running set will want ------------------------------------------------------------------
 
-    def _expected_output(self) -> int:
-        """Output tokens to reserve for a request: the limit, until enough have finished to know better."""
-        total = int(self._length_counts.sum())
-        if total < LENGTHS_BEFORE_ESTIMATE:
-            return self.config.max_tokens
-        return int(np.searchsorted(self._length_counts.cumsum(), LENGTH_QUANTILE * total)) + self.pool.block_size
-
-    def _blocks_needed(self, num_prompt: int, num_known: int, limit: int, num_samples: int) -> int:
-        """Blocks for `num_samples` samples of one prompt: what is known, and output_reserve of what is expected."""
-        block_size = self.pool.block_size
-        now = -(-num_known // block_size) + (num_samples - 1) * (num_known % block_size > 0)
-        expected = min(limit, max(num_prompt + self._expected_output(), num_known + block_size))
-        growth = -(-expected // block_size) - -(-num_known // block_size)
-        return now + int(np.ceil(self.config.output_reserve * growth)) * num_samples
-
-    def _still_needed(self, slots: np.ndarray) -> int:
-        """Blocks that the running requests, and the forks to come, are expected to take from the pool."""
-        s = self.state
-        total = 0
-        expected_output = self._expected_output()
-        block_size = self.pool.block_size
+    def _blocks_missing(self, slots: np.ndarray) -> int:
+        """Blocks that the running requests lack for the tokens that they know, and the forks to come for their copies."""
+        s, block_size = self.state, self.pool.block_size
         known = s.num_tokens[slots]
-        expected = np.minimum(s.max_tokens[slots], np.maximum(s.num_prompt[slots] + expected_output, known + block_size))
-        growth = -(-expected // block_size) - -(-known // block_size)
-        now = -(-known // block_size) - s.num_blocks[slots]
-        total = int((now + np.ceil(self.config.output_reserve * growth)).sum())
-        for slot, children in self.forks.items():
-            r = np.flatnonzero(slots == slot)
-            partial = int(s.num_tokens[slot] % block_size > 0)
-            total += len(children) * (partial + int(np.ceil(self.config.output_reserve * growth[r].sum())))
-        return total
+        forks = sum(len(children) * int(s.num_tokens[slot] % block_size > 0) for slot, children in self.forks.items())
+        return int((-(-known // block_size) - s.num_blocks[slots]).sum()) + forks
+
+    def _future(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forecast of the running requests and of the forks to come."""
+        s = self.state
+        children = np.array([child for c in self.forks.values() for child in c], np.int32)
+        slots = np.concatenate([slots, children])
+        outputs = np.maximum(s.num_tokens[slots] - s.num_prompt[slots], 0)
+        outputs[len(slots) - len(children) :] = 0
+        private = np.maximum(s.num_blocks[slots] - self._common[s.position[slots]], 0)
+        return self._forecast.running(outputs, private)
 
     # ---- counters -----------------------------------------------------------------------------------------------------
 
@@ -437,3 +438,11 @@ class Scheduler:
         spared = groups.private_start.sum() - (groups.block_end - groups.block_start).sum()
         stats.num_kv_visible += int(end.sum())
         stats.num_kv_read += int(end.sum() - spared * self.pool.block_size)
+
+
+def common_blocks(window: Window, num_samples: int) -> np.ndarray:
+    """[n] int32: leading blocks of each row that it has in common with a neighbour, or with its own samples."""
+    if num_samples > 1:
+        return window.lengths // window.block_size
+    after = np.append(window.shared_blocks[1:], 0)
+    return np.maximum(window.shared_blocks, after).astype(np.int32)
