@@ -13,6 +13,7 @@ from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.paged_decode import paged_decode
 from batchgen_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+from batchgen_kernels.prefix_cost import group_rule
 from batchgen_kernels.shared_prefix import SharedPlan, attend_shared, merge_shared, plan_shared, token_positions
 
 
@@ -88,3 +89,4 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
 
 
 plan_attention_triton.shares_prefix_reads = True  # type: ignore[attr-defined]
+plan_attention_triton.group_rule = group_rule  # type: ignore[attr-defined]
