@@ -68,6 +68,16 @@ PREFILL_SHORT: dict[tuple[str, int, int], Launch] = {
     ("gfx942", 64, 2): Launch(64, 64, 4, 2),
     ("gfx942", 128, 2): Launch(64, 32, 4, 2),
 }
+# Shared prefixes: like prefill, but for these, which need more registers than prefill and would spill there.
+SHARED: dict[tuple[str, int, int], Launch] = {
+    ("sm_100", 256, 2): Launch(64, 32, 8, 3),
+    ("gfx942", 256, 2): Launch(64, 32, 4, 2),
+    ("sm_80", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_80", 256, 4): Launch(16, 16, 8, 3),
+}
+SHARED_SHORT: dict[tuple[str, int, int], Launch] = {
+    ("sm_100", 64, 2): Launch(64, 64, 8, 3),
+}
 DECODE: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(16, 64, 4, 4),
     ("sm_80", 128, 2): Launch(16, 64, 4, 3),
@@ -118,8 +128,11 @@ def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype) -> Launc
 
 
 def shared_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False) -> Launch:
-    """For shared prefixes; short: tiles of 64 rows, for few members."""
-    return prefill_launch(architecture, head_dim, dtype, short)
+    """For shared prefixes; short: tiles of 64 rows, for nodes with few query tokens."""
+    key = _key(architecture, head_dim, dtype)
+    if short and key in SHARED_SHORT:
+        return SHARED_SHORT[key]
+    return SHARED.get(key) or prefill_launch(architecture, head_dim, dtype, short)
 
 
 def current_architecture() -> str:
