@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-
 MIN_SPARED_TOKEN_READS = 64  # below this many spared token reads a group costs more than it spares
 
 Ints = Sequence[int]
