@@ -16,6 +16,7 @@ from batchgen_kernels import Ops
 from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.kv_cache import KVCache
+from batchgen.engine.prefix_groups import GroupRule, spares_enough_reads
 from batchgen.engine.sampler import SamplingConfig, sample
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
@@ -56,6 +57,9 @@ class Engine:
         self.num_blocks, self.block_size, self.check = num_blocks, block_size, check
         self.kv_cache = KVCache(kv_cache_shape(model.config, num_blocks, block_size), dtype, device, ops, kv_fill)
         self.stats = EngineStats()
+        c = model.config
+        rule = ops.group_rule(c.num_heads, c.num_kv_heads, c.head_dim, dtype, device)
+        self.group_rule: GroupRule = rule or spares_enough_reads
 
     def generate(
         self,
@@ -73,7 +77,7 @@ class Engine:
         ends and the running requests are dropped (the caller commits what has finished).
         """
         pool = BlockPool(self.num_blocks, self.block_size)
-        scheduler = Scheduler(config, pool, window)
+        scheduler = Scheduler(config, pool, window, self.group_rule)
         scheduler.stats = self.stats.counts
         state, seconds = scheduler.state, self.stats.seconds
         while not scheduler.done:

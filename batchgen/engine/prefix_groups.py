@@ -7,13 +7,22 @@ share give the whole tree with one stack (the LCP-interval tree of suffix arrays
     shared blocks  2    5    5    2               request 1's private part begins at block 5, request 0's at block 2
 
 A member's queries must lie after the group's blocks, so a request shares no more than it has computed before this step.
+Which nodes of the tree become groups is for a rule to say: that of the attention's kernels, or `spares_enough_reads`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+MIN_SPARED_TOKEN_READS = 64  # below this many spared token reads a group costs more than it spares
+
+Ints = Sequence[int]
+# (first request, one past the last, keys shared, parent or -1) of each node, parents first, and query tokens of each request
+# -> whether each node is a group; its keys are those that no group above it has. Else they are left to the nodes below it.
+GroupRule = Callable[[Ints, Ints, Ints, Ints, Ints], Sequence[bool]]
 
 
 class PrefixGroups(NamedTuple):
@@ -44,25 +53,43 @@ def shared_with_previous(block_table: np.ndarray, num_full_blocks: np.ndarray) -
     return shared
 
 
-def find_groups(shared: np.ndarray, min_saving: int) -> PrefixGroups:
-    """Groups from `shared` (shared_with_previous). A node is a group if it spares at least `min_saving` block reads,
-    (members - 1) * blocks; else its blocks are left to its children."""
+def find_groups(shared: np.ndarray, query_lens: np.ndarray, block_size: int, rule: GroupRule) -> PrefixGroups:
+    """The groups that `rule` chooses from the tree of `shared` (shared_with_previous). query_lens: [R] int32."""
     num_requests = len(shared)
-    nodes: list[tuple[int, int, int]] = []  # (first request, one past the last, blocks)
+    nodes: list[tuple[int, int, int]] = []  # (blocks, first request, one past the last)
     stack: list[tuple[int, int]] = []  # (first request, blocks)
     for r, blocks in enumerate([*shared.tolist(), 0]):
         start = r - 1
         while stack and stack[-1][1] > blocks:
             start, depth = stack.pop()
-            nodes.append((start, r, depth))
+            nodes.append((depth, start, r))
         if blocks and (not stack or stack[-1][1] < blocks):
             stack.append((start, blocks))
+    if not nodes:
+        return PrefixGroups.none(num_requests)
+    nodes.sort()  # parents first
+    deepest = np.full(num_requests, -1, np.int32)
+    parent = []
+    for node, (_, start, end) in enumerate(nodes):
+        parent.append(int(deepest[start]))  # all members have the same
+        deepest[start:end] = node
+    depth, start, end = np.array(nodes, np.int32).T
+    chosen = rule(start.tolist(), end.tolist(), (depth * block_size).tolist(), parent, query_lens.tolist())
     private_start = np.zeros(num_requests, np.int32)
-    groups: list[tuple[int, int, int, int]] = []
-    for start, end, depth in sorted(nodes, key=lambda n: n[2]):  # parents first
-        above = int(private_start[start])  # all members have the same parent
-        if (end - start - 1) * (depth - above) >= min_saving:
-            groups.append((start, end, above, depth))
-            private_start[start:end] = depth
-    columns = np.array(groups, np.int32).reshape(-1, 4).T
-    return PrefixGroups(columns[0], columns[1], columns[2], columns[3], private_start)
+    above = np.zeros(len(nodes), np.int32)
+    groups = np.flatnonzero(chosen)
+    for g in groups.tolist():
+        above[g] = private_start[start[g]]
+        private_start[start[g] : end[g]] = depth[g]
+    return PrefixGroups(start[groups], end[groups], above[groups], depth[groups], private_start)
+
+
+def spares_enough_reads(first: Ints, last: Ints, num_keys: Ints, parent: Ints, query_lens: Ints) -> list[bool]:
+    """A node is a group if that spares MIN_SPARED_TOKEN_READS reads of a token, (members - 1) * keys."""
+    above = [0] * len(first)  # keys of groups above
+    chosen: list[bool] = []
+    for v, up in enumerate(parent):
+        if up >= 0:
+            above[v] = num_keys[up] if chosen[up] else above[up]
+        chosen.append((last[v] - first[v] - 1) * (num_keys[v] - above[v]) >= MIN_SPARED_TOKEN_READS)
+    return chosen

@@ -20,12 +20,16 @@ import numpy as np
 from batchgen.engine.batch_state import BatchState
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.memory_forecast import MemoryForecast, wanted
-from batchgen.engine.prefix_groups import PrefixGroups, find_groups, shared_with_previous
+from batchgen.engine.prefix_groups import (
+    GroupRule,
+    PrefixGroups,
+    find_groups,
+    shared_with_previous,
+    spares_enough_reads,
+)
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.errors import EngineError
 from batchgen.records import FinishReason, RowFault, Window
-
-MIN_SPARED_TOKEN_READS = 64  # below this many spared token reads a group costs more than it spares
 
 
 @dataclass(order=True)
@@ -43,10 +47,15 @@ class Candidate:
 
 
 class Scheduler:
-    """Drives one window through one pool. `schedule` and `update` alternate until `done`; take_rejected after each."""
+    """Drives one window through one pool. `schedule` and `update` alternate until `done`; take_rejected after each.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, window: Window) -> None:
-        self.config, self.pool, self.window = config, pool, window
+    group_rule chooses the shared-prefix groups of a step.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, window: Window, group_rule: GroupRule = spares_enough_reads
+    ) -> None:
+        self.config, self.pool, self.window, self.group_rule = config, pool, window, group_rule
         longest = int(window.lengths.max(initial=1)) + config.max_tokens
         self.state = BatchState(
             config.max_running_requests, min(longest, config.max_model_len), config.max_tokens, pool.block_size
@@ -61,7 +70,6 @@ class Scheduler:
         self._eos = np.array(sorted(config.eos_token_ids), np.int32)
         self._forecast = MemoryForecast(config.max_tokens, pool.block_size)
         self._common = common_blocks(window, config.num_samples)
-        self._min_saving = max(1, MIN_SPARED_TOKEN_READS // pool.block_size)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -107,7 +115,8 @@ class Scheduler:
         table = s.block_table[slots, :used]
         groups = PrefixGroups.none(len(slots))
         if self.config.prefix_groups:
-            groups = find_groups(shared_with_previous(table, first // block_size), self._min_saving)
+            shared = shared_with_previous(table, first // block_size)
+            groups = find_groups(shared, grants, block_size, self.group_rule)
         self._count(slots, first, end, groups)
         return StepPlan(
             slots,

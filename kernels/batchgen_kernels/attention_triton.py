@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from batchgen_kernels.attention_options import AttentionOptions, check_options
+from batchgen_kernels.attention_options import FP8, AttentionOptions, check_options
 from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.paged_decode import paged_decode
 from batchgen_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
+from batchgen_kernels.prefix_cost import group_rule
 from batchgen_kernels.shared_prefix import SharedPlan, attend_shared, merge_shared, plan_shared, token_positions
 
 
@@ -57,7 +58,8 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
         if has_groups:
             num_tokens = query.shape[0]
             if shared is None:
-                shared = plan_shared(metadata, num_tokens, num_q_heads, num_kv_heads, head_dim, query.dtype)
+                fp8 = key_cache.dtype == FP8
+                shared = plan_shared(metadata, num_tokens, num_q_heads, num_kv_heads, head_dim, query.dtype, fp8)
             if window and positions is None:
                 positions = token_positions(metadata, num_tokens)
             parts = attend_shared(query, key_cache, value_cache, scale, shared, positions, check, options)
@@ -88,3 +90,4 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
 
 
 plan_attention_triton.shares_prefix_reads = True  # type: ignore[attr-defined]
+plan_attention_triton.group_rule = group_rule  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 256, 2): Launch(64, 32, 8, 3),
     ("sm_90", 64, 2): Launch(128, 64, 8, 3),
     ("sm_90", 128, 2): Launch(128, 64, 8, 3),
-    ("sm_90", 256, 2): Launch(64, 32, 8, 3),
+    ("sm_90", 256, 2): Launch(64, 16, 8, 3),
     ("sm_100", 64, 2): Launch(128, 64, 8, 3),
     ("sm_100", 128, 2): Launch(128, 64, 8, 3),
     ("sm_100", 256, 2): Launch(128, 32, 8, 3),
@@ -75,7 +75,7 @@ PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
     ("sm_90", 64, 2): Launch(128, 64, 8, 3),
     ("sm_90", 128, 2): Launch(128, 32, 8, 3),
     ("sm_90", 256, 2): Launch(32, 32, 8, 3),
-    ("sm_100", 64, 2): Launch(64, 64, 4, 3),
+    ("sm_100", 64, 2): Launch(64, 64, 8, 3),
     ("sm_100", 128, 2): Launch(128, 32, 8, 3),
     ("sm_100", 256, 2): Launch(64, 32, 8, 3),
     ("gfx942", 64, 2): Launch(64, 32, 4, 2),
@@ -88,11 +88,22 @@ PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
     ("sm_100", 64, 4): Launch(32, 16, 8, 3),
     ("sm_100", 128, 4): Launch(16, 16, 8, 3),
 }
+# Shared prefixes: like prefill, but for these, which need more registers than prefill and would spill there.
+SHARED: dict[tuple[str, int, int], Launch] = {
+    ("sm_100", 256, 2): Launch(64, 32, 8, 3),
+    ("gfx942", 256, 2): Launch(64, 32, 4, 2),
+    ("sm_80", 128, 4): Launch(16, 16, 8, 3),
+    ("sm_80", 256, 4): Launch(16, 16, 8, 3),
+}
+SHARED_SHORT: dict[tuple[str, int, int], Launch] = {
+    ("sm_100", 64, 2): Launch(64, 64, 8, 3),
+}
+SHARED_FP8: dict[tuple[str, int, int], Launch] = {}
 DECODE: dict[tuple[str, int, int], Launch] = {
     ("sm_80", 64, 2): Launch(16, 64, 4, 4),
     ("sm_80", 128, 2): Launch(16, 64, 4, 3),
     ("sm_80", 256, 2): Launch(16, 32, 4, 3),
-    ("sm_90", 64, 2): Launch(16, 64, 4, 4),
+    ("sm_90", 64, 2): Launch(16, 64, 4, 3),
     ("sm_90", 128, 2): Launch(16, 64, 4, 4),
     ("sm_90", 256, 2): Launch(16, 64, 4, 3),
     ("sm_100", 64, 2): Launch(16, 64, 4, 4),
@@ -121,7 +132,7 @@ DECODE_FP8: dict[tuple[str, int, int], Launch] = {
     ("sm_100", 256, 2): Launch(16, 32, 4, 3),
 }
 # Whatever else there is (consumer GPUs with 100 KB of shared memory, older or newer chips): small enough to fit anywhere.
-PREFILL_ANYWHERE = {2: Launch(64, 32, 8, 2), 4: Launch(32, 16, 8, 2)}
+PREFILL_ANYWHERE = {2: Launch(64, 32, 4, 2), 4: Launch(32, 16, 8, 2)}
 DECODE_ANYWHERE = {2: Launch(16, 32, 4, 2), 4: Launch(16, 16, 8, 2)}
 # The interpreter pays per program and tile, not per element; tiles this small still give a short test several of each.
 INTERPRETER = Launch(32, 32, 4, 1)
@@ -149,9 +160,14 @@ def decode_launch(architecture: str, head_dim: int, dtype: torch.dtype, fp8: boo
     return DECODE.get(key, DECODE_ANYWHERE[dtype.itemsize])
 
 
-def shared_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False) -> Launch:
-    """For shared prefixes; short: tiles of 64 rows, for few members."""
-    return prefill_launch(architecture, head_dim, dtype, short)
+def shared_launch(architecture: str, head_dim: int, dtype: torch.dtype, short: bool = False, fp8: bool = False) -> Launch:
+    """For shared prefixes; short: tiles of 64 rows, for nodes with few query tokens; fp8: for a float8 cache."""
+    key = _key(architecture, head_dim, dtype)
+    if fp8:
+        return SHARED_FP8.get(key) or prefill_launch(architecture, head_dim, dtype, short, fp8)
+    if short and key in SHARED_SHORT:
+        return SHARED_SHORT[key]
+    return SHARED.get(key) or prefill_launch(architecture, head_dim, dtype, short)
 
 
 def current_architecture() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +139,14 @@ class Ops:
     def shares_prefix_reads(self) -> bool:
         """Whether the attention of this backend reads shared-prefix groups (`group_*` of the metadata)."""
         return bool(getattr(self.plan_attention, "shares_prefix_reads", False))
+
+    def group_rule(
+        self, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Callable[..., list[bool]] | None:
+        """The rule by which the attention of this backend has its shared-prefix groups chosen (see prefix_cost); None if it
+        has none of its own."""
+        rule = getattr(self.plan_attention, "group_rule", None)
+        return rule(num_q_heads, num_kv_heads, head_dim, dtype, device) if rule else None
 
 
 def load(op: str, implementation: str) -> Any:

@@ -13,9 +13,9 @@ it (Stream-K, Osama et al. 2023):
     line      | node 0: tile 0 | tile 1 | ... | node 1: tile 0 | ...        keys of a tile are consecutive units
     programs  |  0  |  1  |  2  |  3  | ...                                  shares differ by one unit at most
 
-Where a share ends in the middle of a tile, the next program goes on with the tile's other keys. So each (tile, program) leaves
-one part, at index tile + program, which grows along the line and is thus unique. Which programs a tile has follows from the
-line alone, so merging needs no flags and no atomics: its order is fixed, and results are the same bits every time.
+Where a share ends in the middle of a tile, the next program goes on with the tile's other keys. So each (tile, program)
+leaves one part, at index tile + program, which grows along the line and is thus unique. Which programs a tile has follows
+from the line alone, so merging needs no flags and no atomics: its order is fixed, and results are the same bits every time.
 
 In a node the line runs over kv heads, then tiles of rows, then keys: tiles that read the same keys are neighbours, and as
 programs run side by side, their reads of a key come together and the later ones find it in the L2 cache.
@@ -284,10 +284,13 @@ def plan_shared(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    fp8: bool = False,
     launch: Launch | None = None,
     num_programs: int | None = None,
 ) -> SharedPlan:
     """Lays the groups of a step (at least one) out on the line; unless given, chooses the launch and the programs.
+
+    dtype is that of the query; fp8: for a float8 cache.
 
     Raises ValueError if a group is empty or the query ranges of two groups overlap without one holding the other.
     """
@@ -299,7 +302,7 @@ def plan_shared(
     if bool((end <= begin).any()) or bool((num_keys <= 0).any()):
         raise ValueError("shared_prefix: a group must have query tokens and blocks")
     if launch is None:
-        launch = choose_shared_launch(end - begin, num_keys, tile_heads, head_dim, dtype)
+        launch = choose_shared_launch(end - begin, num_keys, tile_heads, head_dim, dtype, fp8)
     if num_programs is None:  # tiles of up to 64 rows leave room for two programs on a processor
         num_programs = num_processors(device) * (1 if launch.block_m > 64 else 2)
     parent, position, token_node, min_shared = node_tree(begin.tolist(), end.tolist(), num_keys.tolist(), num_tokens)
@@ -328,11 +331,11 @@ def plan_shared(
 
 
 def choose_shared_launch(
-    num_tokens: torch.Tensor, num_keys: torch.Tensor, tile_heads: int, head_dim: int, dtype: torch.dtype
+    num_tokens: torch.Tensor, num_keys: torch.Tensor, tile_heads: int, head_dim: int, dtype: torch.dtype, fp8: bool = False
 ) -> Launch:
     """Large tiles of rows read keys less often; small ones where those would be half empty. num_tokens, num_keys: [G]."""
     architecture = current_architecture()
-    large, small = (shared_launch(architecture, head_dim, dtype, short) for short in (False, True))
+    large, small = (shared_launch(architecture, head_dim, dtype, short, fp8) for short in (False, True))
 
     def rows(launch: Launch) -> int:
         block_q = launch.block_m // tile_heads

@@ -3,6 +3,8 @@ prefixes once, against the reference, which ignores groups. Several levels, mixe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import fake_device as fake
 import numpy as np
 import pytest
@@ -14,6 +16,10 @@ from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import SchedulerConfig
+
+
+def every_node(first: Sequence[int], *rest: Sequence[int]) -> list[bool]:
+    return [True] * len(first)
 
 
 def tree_prompts(rng: np.random.Generator, depth: int, block_size: int) -> list[np.ndarray]:
@@ -39,8 +45,7 @@ def test_shared_prefix_attention_equals_the_reference(depth: int, heads: tuple[i
     window = fake.window_of(tree_prompts(rng, depth, block_size), block_size)
     config = SchedulerConfig(max_num_batched_tokens=60, max_running_requests=16, max_model_len=4096, max_tokens=6)
     pool = BlockPool(1500, block_size)
-    scheduler = Scheduler(config, pool, window)
-    scheduler._min_saving = 1  # every shared block is a group
+    scheduler = Scheduler(config, pool, window, every_node)
     cache = torch.randn(2, pool.num_blocks, block_size, num_kv_heads, head_dim)
     cache[:, 0] = 0
     plan_torch, plan_reference = load("plan_attention", "torch"), load("plan_attention", "reference")
@@ -63,5 +68,7 @@ def test_shared_prefix_attention_equals_the_reference(depth: int, heads: tuple[i
     assert most_levels >= depth, "the tree's levels were not shared: the test tests nothing"
 
 
-def test_the_cpu_backend_says_that_it_shares_reads() -> None:
-    assert Ops("torch", "test").shares_prefix_reads and not Ops("triton", "test").shares_prefix_reads
+def test_both_backends_share_reads_and_the_gpu_has_a_rule_of_its_own() -> None:
+    model = (32, 8, 128, torch.bfloat16, torch.device("cpu"))
+    assert Ops("torch", "test").shares_prefix_reads and Ops("triton", "test").shares_prefix_reads
+    assert Ops("torch", "test").group_rule(*model) is None and Ops("triton", "test").group_rule(*model) is not None

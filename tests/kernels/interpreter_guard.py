@@ -4,10 +4,12 @@
 * Two program instances touching one element, at least one with a plain store: KernelFault (atomics are exempt).
 * Lanes masked off in a load without `other=` read NaN or a large number (else 0; on a GPU: anything).
 * Program instances run in a seeded random order (else always 0, 1, 2, ...).
+* What is loaded is counted, if asked for (`count_loads`).
 * tl.device_assert fires, and with it triton's own checks for int32 overflow (else never).
 """
 
 import bisect
+import collections
 import contextlib
 import random
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ class KernelFault(AssertionError):
     """What the kernel did, and in which program instance."""
 
 
+_counts: collections.Counter | None = None  # bytes loaded by address of the tensor, if anybody asked
 _on = False
 _installed = False
 _launch = SimpleNamespace(starts=[], regions=[], instance=0, program=0, grid=None, order=[])
@@ -40,6 +43,18 @@ def active():
     finally:
         _on = before
         interpreter.interpreter_builder.options.__dict__["debug"] = before
+
+
+@contextlib.contextmanager
+def count_loads():
+    """Yields a counter: bytes that launches inside load from each tensor, by data_ptr(); masked lanes load nothing. Views
+    that overlap count as one, at the lowest address."""
+    global _counts
+    before, _counts = _counts, collections.Counter()
+    try:
+        yield _counts
+    finally:
+        _counts = before
 
 
 def _install():
@@ -139,6 +154,8 @@ def _check(kind, pointers, mask, size):
     region = _launch.regions[i] if i >= 0 else None
     if region is None or low >= region.end or high > region.end:
         raise KernelFault(f"{kind} outside the tensors of this launch, program {_launch.program}")
+    if kind == "load" and _counts is not None:
+        _counts[region.start] += touched.size * size
     if region.end - region.start > RACE_MAP_LIMIT:
         return
     if region.writer is None:

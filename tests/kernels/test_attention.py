@@ -174,16 +174,13 @@ def test_splits_only_where_processors_would_idle():
     assert choose(1, 10**7, 132) == paged_decode.MAX_SPLITS
 
 
-def test_plan_refuses_groups_and_other_shapes():
+def test_plan_refuses_other_shapes():
     inputs = paged_inputs([1], [20], 4, 2, 64, 16, BF16, DEVICE)
-    grouped = inputs.metadata._replace(group_query_start=torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="reads no shared-prefix groups, but the metadata has 1"):
-        plan_attention_triton(grouped, 4, 2, 64)
     with pytest.raises(ValueError, match=r"num_q_heads \(5\) must be a multiple of num_kv_heads \(2\)"):
         plan_attention_triton(inputs.metadata, 5, 2, 64)
     with pytest.raises(ValueError, match=r"planned for query \('T', 4, 32\)"):
         plan_attention_triton(inputs.metadata, 4, 2, 32)(*inputs[1:])
-    assert plan_attention_triton.shares_prefix_reads is False
+    assert plan_attention_triton.shares_prefix_reads is True
 
 
 def test_plan_runs_once_a_layer():

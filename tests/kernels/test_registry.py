@@ -26,7 +26,7 @@ def test_auto_on_a_gpu_is_triton(monkeypatch):
     monkeypatch.setattr(registry, "triton_available", lambda: (True, "a GPU is there (test)"))
     ops = select_ops("auto", "cuda")
     assert ops.backend == "triton" and ops.backend_reason == "chosen for device cuda: a GPU is there (test)"
-    assert ops.shares_prefix_reads is False
+    assert ops.shares_prefix_reads is True
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

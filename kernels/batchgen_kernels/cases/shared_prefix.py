@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import torch
 
@@ -78,10 +79,12 @@ def shared_inputs(
 def to_device(inputs: PagedInputs, device: str) -> PagedInputs:
     """Everything but the groups, which stay on the CPU."""
     metadata = inputs.metadata
-    moved = {
+    moved: dict[str, Any] = {
         name: value.to(device)
         for name, value in metadata._asdict().items()
         if isinstance(value, torch.Tensor) and not name.startswith("group_")
     }
-    tensors = {name: value.to(device) for name, value in inputs._asdict().items() if isinstance(value, torch.Tensor)}
+    tensors: dict[str, Any] = {
+        name: value.to(device) for name, value in inputs._asdict().items() if isinstance(value, torch.Tensor)
+    }
     return inputs._replace(metadata=metadata._replace(**moved), **tensors)
