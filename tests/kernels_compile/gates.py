@@ -1,6 +1,7 @@
 """What the compiler can be held to, for every target. Limits, not values: register counts differ between triton versions."""
 
 import torch
+import triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TARGETS = {"sm_80": ("cuda", 80), "sm_90": ("cuda", 90), "sm_100": ("cuda", 100), "gfx942": ("hip", "gfx942")}
@@ -10,8 +11,13 @@ LARGE_MMA = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "
 SMALL_MMA = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_100": "HMMA", "gfx942": "MFMA", "sm_86": "HMMA"}
 
 
-def assert_sound(r, spills=0):
-    assert r["spills"] <= spills, r
+PINNED = triton.__version__ == "3.6.0"  # what GPU machines have; see constraints.txt
+
+
+def assert_sound(r, spills=0, outside_loop=0):
+    """spills: instructions that may spill anywhere; outside_loop: more that may, but not in the inner loop."""
+    in_loop = r["loop"]["spills"] if r["loop"] else 0
+    assert in_loop <= spills and r["spills"] <= spills + outside_loop, r
     assert r["shared"] <= r["shared_limit"], r
     assert r["occupancy"] != 0, r  # None on AMD
     assert r["wide_loads"] > 0, r  # 128 bits; what else is loaded are block ids, lengths and offsets

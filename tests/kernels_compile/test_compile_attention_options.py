@@ -7,7 +7,7 @@ import torch
 from batchgen_kernels import attention_triton, launch, paged_decode, paged_prefill
 from batchgen_kernels.attention_options import NO_OPTIONS
 from batchgen_kernels.cases.attention import paged_inputs, with_options
-from gates import BF16, FP32, LARGE_MMA, SMALL_MMA, TARGETS, assert_copies_in_flight, assert_sound
+from gates import BF16, FP32, LARGE_MMA, PINNED, SMALL_MMA, TARGETS, assert_copies_in_flight, assert_sound
 
 OPTIONS = {"window": 50, "soft_cap": 30.0, "sinks": True}
 ROWS = [(architecture, head_dim) for architecture, head_dim, size in launch.PREFILL if size == 2]
@@ -38,8 +38,12 @@ def compile_options(kind, architecture, launched, head_dim, dtype=BF16, num_spli
         return [cross_compile.report(kernel) for kernel in compiled]
 
 
+# With a window, a cap and sinks at once the newest triton runs out of registers before and after the inner loop.
+OUTSIDE_LOOP = 0 if PINNED else 48
+
+
 def assert_attention(r, architecture, launched):
-    assert_sound(r)
+    assert_sound(r, outside_loop=OUTSIDE_LOOP)
     mma = LARGE_MMA if launched.block_m >= 64 else SMALL_MMA
     assert mma[architecture] in r["mma"], r
     if architecture != "gfx942":
@@ -88,7 +92,7 @@ def test_float32_with_everything(architecture, kind, table):
     launched = getattr(launch, f"{kind}_launch")(architecture, 128, FP32, fp8=True)
     for r in compile_options(kind, architecture, launched, 128, FP32, num_splits=4, fp8=True, **OPTIONS):
         table(f"paged_{kind}", f"{architecture} float32, all options, float8 128 {tuple(launched)}", r)
-        assert_sound(r)
+        assert_sound(r, outside_loop=OUTSIDE_LOOP)
 
 
 def test_variants_are_few(monkeypatch):
