@@ -68,7 +68,8 @@ class Decoder(nn.Module):
         if num_sampled == 0:  # a step of prefill chunks only
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         rows = pad_rows(x, max(num_sampled, self.min_rows))
-        return nn.functional.linear(rows, self.lm_head)[:num_sampled].float()
+        product = self.ops.linear_invariant if self.ops.batch_invariant else nn.functional.linear
+        return product(rows, self.lm_head)[:num_sampled].float()
 
 
 def rope_tables(config: ModelConfig, max_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

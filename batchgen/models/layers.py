@@ -22,13 +22,14 @@ def pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 class Linear(nn.Module):
     """y = x W^T + b; weight [out, in] may hold several projections, stacked on `out`."""
 
-    def __init__(self, num_in: int, num_out: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, num_in: int, num_out: int, bias: bool, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
+        self.product = ops.linear_invariant if ops.batch_invariant else nn.functional.linear
         self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(num_out, device=device, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 def norm_weight(size: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -44,8 +45,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.eps, self.scale = config.rms_norm_eps, config.head_dim**-0.5
         num_qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(config.hidden_size, num_qkv, config.qkv_bias, device, dtype)
-        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias, device, dtype)
+        self.qkv = Linear(config.hidden_size, num_qkv, config.qkv_bias, ops, device, dtype)
+        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias, ops, device, dtype)
         self.q_norm = norm_weight(config.head_dim, device, dtype) if config.qk_norm else None
         self.k_norm = norm_weight(config.head_dim, device, dtype) if config.qk_norm else None
 
@@ -75,8 +76,8 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, device, dtype)
-        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, device, dtype)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, ops, device, dtype)
+        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, ops, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.ops.silu_and_mul(self.gate_up(x)))

@@ -10,6 +10,7 @@ import torch
 
 from batchgen_kernels.attention_options import FP8, AttentionOptions, check_options
 from batchgen_kernels.attention_reference import AttentionPlan
+from batchgen_kernels.launch import current_architecture, prefill_launch
 from batchgen_kernels.metadata import AttentionMetadata
 from batchgen_kernels.paged_decode import paged_decode
 from batchgen_kernels.paged_prefill import PrefillPlan, paged_prefill, plan_prefill
@@ -17,8 +18,14 @@ from batchgen_kernels.prefix_cost import group_rule
 from batchgen_kernels.shared_prefix import SharedPlan, attend_shared, merge_shared, plan_shared, token_positions
 
 
-def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int) -> AttentionPlan:
+def plan_attention_triton(
+    metadata: AttentionMetadata, num_q_heads: int, num_kv_heads: int, head_dim: int, batch_invariant: bool = False
+) -> AttentionPlan:
     """See AttentionPlan for what it returns.
+
+    batch_invariant: the bits of a request's result do not depend on what else is in the step: one tile shape, keys never
+    split, no shared-prefix groups (ValueError if there are some). It idles processors when requests are few.
+
 
     Nothing here waits for the device. Shapes and dtypes are checked at the first layer of a step with each set of options;
     the others are like it. Without groups the launches are those of paged_decode and paged_prefill and nothing else.
@@ -26,6 +33,10 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads ({num_q_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     has_groups = metadata.group_query_start.numel() > 0
+    if has_groups and batch_invariant:
+        raise ValueError(
+            "attention: what is shared changes with the batch, so batch_invariant takes no shared-prefix groups"
+        )
     checked: set[tuple[bool, ...]] = set()  # with these options in use
     prefill: PrefillPlan | None = None
     shared: SharedPlan | None = None
@@ -70,12 +81,14 @@ def plan_attention_triton(metadata: AttentionMetadata, num_q_heads: int, num_kv_
         index = (metadata.block_table, metadata.query_start, metadata.seq_lens, metadata.kv_start)
         paged_decode(
             query, key_cache, value_cache, *index, metadata.decode_requests, max_keys, scale, private_out, private_lse,
-            check=check, options=private_options,
+            num_splits=1 if batch_invariant else None, check=check, options=private_options,
         )  # fmt: skip
         requests = metadata.prefill_requests
         if prefill is None and requests.shape[0]:
+            fp8 = key_cache.dtype == FP8
+            launch = prefill_launch(current_architecture(), head_dim, query.dtype, fp8=fp8) if batch_invariant else None
             prefill = plan_prefill(
-                query, key_cache, metadata.query_start, metadata.seq_lens, requests, metadata.max_query_len
+                query, key_cache, metadata.query_start, metadata.seq_lens, requests, metadata.max_query_len, launch
             )
         paged_prefill(
             query, key_cache, value_cache, *index, requests, metadata.max_query_len, scale, private_out, private_lse,

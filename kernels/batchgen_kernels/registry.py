@@ -6,6 +6,7 @@ An op has up to three implementations: `reference` (plain, slow, the oracle of t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -119,11 +120,15 @@ class Choice(NamedTuple):
 
 
 class Ops:
-    """The chosen functions as attributes (`ops.rms_norm(...)`), with `choices` for the report."""
+    """The chosen functions as attributes (`ops.rms_norm(...)`), with `choices` for the report.
 
-    def __init__(self, backend: str, backend_reason: str) -> None:
+    batch_invariant: see select_ops; layers ask it which product to call.
+    """
+
+    def __init__(self, backend: str, backend_reason: str, batch_invariant: bool = False) -> None:
         self.backend = backend
         self.backend_reason = backend_reason
+        self.batch_invariant = batch_invariant
         self.choices: list[Choice] = []
         for op, implementations in OPS.items():
             name, reason = backend, backend_reason
@@ -131,6 +136,8 @@ class Ops:
                 name, reason = "torch", f"{backend} has no {op}"
             self.choices.append(Choice(op, name, reason))
             setattr(self, op, load(op, name))
+        if batch_invariant and backend == "triton":
+            self.plan_attention = functools.partial(self.plan_attention, batch_invariant=True)
 
     def __getattr__(self, op: str) -> Any:  # only reached for a name that is not an op
         raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}")
@@ -166,8 +173,11 @@ def triton_available() -> tuple[bool, str]:
     return False, "no GPU and TRITON_INTERPRET is not 1"
 
 
-def select_ops(backend: str = "auto", device: str | torch.device = "cpu") -> Ops:
+def select_ops(backend: str = "auto", device: str | torch.device = "cpu", batch_invariant: bool = False) -> Ops:
     """Choose a backend for `device`: triton on a GPU, torch on the CPU, or the one that is named.
+
+    batch_invariant: on triton, a token's result has the same bits whatever else its step holds (attention without groups and
+    splits, `linear_invariant` for products; the other ops are so anyway). Elsewhere it only means `linear_invariant`.
 
     Raises ValueError for an unknown backend, and for triton where it cannot run.
     """
@@ -175,9 +185,9 @@ def select_ops(backend: str = "auto", device: str | torch.device = "cpu") -> Ops
     available, why = triton_available()
     if backend == "auto":
         backend = "triton" if on_gpu and available else "torch"
-        return Ops(backend, f"chosen for device {device}: {why}")
+        return Ops(backend, f"chosen for device {device}: {why}", batch_invariant)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
     if backend == "triton" and not available:
         raise ValueError(f"backend triton cannot run here: {why}")
-    return Ops(backend, "asked for")
+    return Ops(backend, "asked for", batch_invariant)
