@@ -137,7 +137,7 @@ class Ops:
             self.choices.append(Choice(op, name, reason))
             setattr(self, op, load(op, name))
         if batch_invariant and backend == "triton":
-            self.plan_attention = functools.partial(self.plan_attention, batch_invariant=True)
+            self.plan_attention: Any = functools.partial(load("plan_attention", backend), batch_invariant=True)
 
     def __getattr__(self, op: str) -> Any:  # only reached for a name that is not an op
         raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}")
