@@ -63,7 +63,7 @@ bench: install
 # Elsewhere they run with .venv's, say that there is no GPU, and stop.
 SEES_GPU := import sys, torch, triton, xxhash; sys.exit(not torch.cuda.is_available())
 RUN_ON_GPU = if $(PYTHON) -c '$(SEES_GPU)' 2>/dev/null; then python=$(PYTHON); \
-	else $(MAKE) --no-print-directory install && python=$(BIN)/python; fi && PYTHONPATH=.:kernels $$python
+	else $(MAKE) --silent --no-print-directory install && python=$(BIN)/python; fi && PYTHONPATH=.:kernels $$python
 
 gpu-check:
 	@$(RUN_ON_GPU) -m batchgen.bench.gpu_check
