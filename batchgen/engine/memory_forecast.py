@@ -8,7 +8,8 @@ tokens more, else it has given back all that it held alone. Mean and variance ov
 
 S is estimated by the product of what survives each age (Kaplan and Meier 1958), in which a running request counts as one
 that has lasted so far: else the first answers to end, the short ones, would speak for all. PRIOR answers of full length
-make a young estimate a careful one. Ages are counted in blocks.
+make a young estimate a careful one. Ages are counted in blocks, back from the limit: a request that may still take `left`
+blocks has the age num_ages - left, so that none is expected to take more than it can.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ PRIOR = 16
 
 
 class MemoryForecast:
-    """Counts the lengths of finished answers; `running` and `candidate` forecast in blocks."""
+    """Counts how far answers were from their limit when they ended; `running` and `candidate` forecast in blocks."""
 
     def __init__(self, max_tokens: int, block_size: int) -> None:
-        self.block_size = block_size
         self.num_ages = -(-max_tokens // block_size)
         self.ended = np.zeros(self.num_ages + 1, np.int64)  # answers by age at their end
         self._new = self._seen = 0  # answers since the last estimate, and in it
@@ -33,9 +33,9 @@ class MemoryForecast:
         self._growth = np.minimum(steps[:, None], self.num_ages - age).astype(np.float64)  # [H, ages] blocks taken by then
         self._estimate(np.zeros(0, np.int64))
 
-    def end(self, num_tokens: int) -> None:
-        """An answer has ended with so many tokens."""
-        self.ended[num_tokens // self.block_size] += 1
+    def end(self, left: int) -> None:
+        """An answer has ended that could have taken so many blocks more."""
+        self.ended[self.num_ages - left] += 1
         self._new += 1
 
     def _estimate(self, ages: np.ndarray) -> None:
@@ -49,12 +49,12 @@ class MemoryForecast:
         self._alive = survival[self._later] / survival[: self.num_ages + 1]
         self._seen, self._new = self._seen + self._new, 0
 
-    def running(self, num_output: np.ndarray, private_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def running(self, left: np.ndarray, private_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(mean, variance) [H] of the blocks that these requests will hold more than now, at H times ahead.
 
-        num_output: [R] tokens that each has generated; private_blocks: [R] blocks that nobody else holds.
+        left: [R] blocks that each may still take; private_blocks: [R] blocks that nobody else holds.
         """
-        ages = num_output // self.block_size
+        ages = self.num_ages - left
         if self._new * 16 > self._seen:
             self._estimate(ages)
         count, held, square = (
@@ -65,9 +65,9 @@ class MemoryForecast:
         variance = (alive * (1 - alive) * (square + 2 * growth * held + count * growth**2)).sum(1)
         return mean, variance
 
-    def candidate(self, num_output: int, private_blocks: int, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    def candidate(self, left: int, private_blocks: int, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
         """The same for samples that are not in yet, beyond the blocks that they enter with."""
-        age = num_output // self.block_size
+        age = self.num_ages - left
         alive, held = self._alive[:, age], self._growth[:, age] + private_blocks
         return num_samples * (alive * held - private_blocks), num_samples * alive * (1 - alive) * held**2
 

@@ -162,7 +162,8 @@ class Scheduler:
     def _finish(self, slot: int, reason: FinishReason, finite: bool) -> Finished:
         s = self.state
         outputs = s.outputs(slot).copy()
-        self._forecast.end(len(outputs))
+        one = np.array([slot])
+        self._forecast.end(int(self._blocks_left(one, s.num_tokens[one])[0]))
         self.stats.num_output += len(outputs)
         fault = None
         if not finite:
@@ -311,7 +312,8 @@ class Scheduler:
             num_samples = min(candidate.num_samples, s.num_free_slots)
             need = -(-len(known) // block_size) + (num_samples - 1) * (len(known) % block_size > 0) - len(hit)
             private = max(0, -(-len(known) // block_size) - int(self._common[candidate.position]))
-            more, more_variance = self._forecast.candidate(len(candidate.outputs), private, num_samples)
+            left = -(-limit // block_size) - -(-len(known) // block_size)
+            more, more_variance = self._forecast.candidate(left, private, num_samples)
             reserve = int(np.ceil(self.config.output_reserve * wanted(mean + more, variance + more_variance)))
             pool.acquire(hit)  # before anything is evicted
             if need + missing + reserve > pool.num_free:
@@ -428,10 +430,15 @@ class Scheduler:
         s = self.state
         children = np.array([child for c in self.forks.values() for child in c], np.int32)
         slots = np.concatenate([slots, children])
-        outputs = np.maximum(s.num_tokens[slots] - s.num_prompt[slots], 0)
-        outputs[len(slots) - len(children) :] = 0
+        known = s.num_tokens[slots]
+        known[len(slots) - len(children) :] = s.num_prompt[children]
         private = np.maximum(s.num_blocks[slots] - self._common[s.position[slots]], 0)
-        return self._forecast.running(outputs, private)
+        return self._forecast.running(self._blocks_left(slots, known), private)
+
+    def _blocks_left(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """[R] int32: blocks that each may still take beyond those of the tokens that it knows."""
+        block_size = self.pool.block_size
+        return -(-self.state.max_tokens[slots] // block_size) - -(-known // block_size)
 
     # ---- counters -----------------------------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class PrefixCost(NamedTuple):
         """Seconds a key for tiles of so many rows."""
         elements = 2 * tiles * self._head_tiles * self.num_kv_heads * self.head_dim  # of key and value
         flops = 2 * rows * elements
-        rate = FLOPS_SHARE * self.hardware.flops[self.query_bytes]
+        rate = FLOPS_SHARE * self.hardware.flops[max(2, self.query_bytes)]  # float8 is decoded to 16 bits
         return max(elements * self.cache_bytes / self._bandwidth, flops / rate)
 
 

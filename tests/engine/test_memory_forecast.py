@@ -16,11 +16,11 @@ def held_later(ages, private, lengths, limit, step):
 
 def test_without_an_answer_everyone_is_expected_to_reach_the_limit():
     forecast = MemoryForecast(max_tokens=40, block_size=BLOCK)
-    mean, variance = forecast.running(np.array([0, 8, 36]), np.array([5, 5, 5]))
+    mean, variance = forecast.running(np.array([10, 8, 1]), np.array([5, 5, 5]))
     assert variance.max() == 0
     assert wanted(mean, variance) == 8 + 8 - 5  # when the second reaches the limit the oldest has given back its blocks
-    one = forecast.candidate(0, 5, num_samples=2)
-    assert wanted(*one) == 2 * 10
+    assert wanted(*forecast.candidate(10, 5, num_samples=2)) == 2 * 10
+    assert wanted(*forecast.candidate(0, 5, num_samples=2)) == 0  # no more than it can take
 
 
 def test_mean_and_deviation_match_random_answers():
@@ -29,9 +29,9 @@ def test_mean_and_deviation_match_random_answers():
     draw = lambda n: np.minimum(rng.geometric(1 / 12, n), limit)  # noqa: E731
     forecast = MemoryForecast(limit * BLOCK, BLOCK)
     for blocks in draw(20_000):
-        forecast.end(int(blocks * BLOCK) - 1)
+        forecast.end(limit - int(blocks) + 1)
     ages, private = rng.integers(0, 20, rows), rng.integers(0, 15, rows)
-    mean, variance = forecast.running(ages * BLOCK, private)
+    mean, variance = forecast.running(limit - ages, private)
     for h in (0, 3, 8):
         step = int(forecast._later[h, 0])
         samples = []
@@ -51,18 +51,18 @@ def test_the_first_answers_to_end_do_not_speak_for_all():
     forecast = MemoryForecast(limit * BLOCK, BLOCK)
     age = 10
     for blocks in lengths[lengths <= age]:
-        forecast.end(int(blocks * BLOCK) - 1)
+        forecast.end(limit - int(blocks) + 1)
     runs = int((lengths > age).sum())
-    forecast.running(np.full(runs, age * BLOCK), np.zeros(runs, int))
+    forecast.running(np.full(runs, limit - age), np.zeros(runs, int))
     alive_after_ten = forecast._alive[int(np.searchsorted(forecast._later[:, 0], 10)), 0]
     assert alive_after_ten == pytest.approx((19 / 20) ** 10, rel=0.05)
 
 
 def test_candidates_add_up_to_running():
     forecast = MemoryForecast(64, BLOCK)
-    for n in (3, 9, 9, 30):
-        forecast.end(n)
-    forecast.running(np.zeros(1, int), np.zeros(1, int))
-    mean, variance = forecast.running(np.array([8, 8, 0]), np.array([4, 4, 2]))
-    two, one = forecast.candidate(8, 4, 2), forecast.candidate(0, 2, 1)
+    for left in (15, 14, 14, 9):
+        forecast.end(left)
+    forecast.running(np.array([16]), np.array([0]))
+    mean, variance = forecast.running(np.array([14, 14, 16]), np.array([4, 4, 2]))
+    two, one = forecast.candidate(14, 4, 2), forecast.candidate(16, 2, 1)
     assert np.allclose(mean, two[0] + one[0]) and np.allclose(variance, two[1] + one[1])

@@ -10,10 +10,11 @@ written, block ids in random order, block tables as tight as they may be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 
-from batchgen_kernels.cases import attention, cache, elementwise, experts, linear, sampling
+from batchgen_kernels.cases import attention, cache, elementwise, experts, linear, sampling, shared_prefix
 from batchgen_kernels.cases.case import Case
 
 CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
@@ -26,7 +27,7 @@ CASES: dict[str, Callable[[torch.dtype, str], Iterator[Case]]] = {
     "write_kv": cache.write_kv_cases,
     "copy_blocks": cache.copy_blocks_cases,
     "merge_states": attention.merge_states_cases,
-    "plan_attention": attention.plan_attention_cases,
+    "plan_attention": lambda *args: chain(attention.plan_attention_cases(*args), shared_prefix.shared_prefix_cases(*args)),
     "sample_tokens": sampling.sample_tokens_cases,
     "gather_logprobs": sampling.gather_logprobs_cases,
     "linear_invariant": linear.linear_invariant_cases,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +139,14 @@ def plan_attention_case(
         inputs, given = with_options(paged_inputs(*shape, dtype, device, poison=poison), **options)
         return *inputs, *given
 
+    tokens = f"{list(query_lens)} of {list(seq_lens)} tokens"
+    what = "".join(f", {name}{'' if value is True else f' {value}'}" for name, value in options.items())
+    return attention_case(f"{tokens}, {num_q_heads}/{num_kv_heads} heads of {head_dim}, blocks of {block_size}{what}", make)
+
+
+def attention_case(label: str, make: Callable[[], tuple[Any, ...]]) -> Case:
+    """make: PagedInputs and AttentionOptions, one after the other."""
+
     def call(plan_attention: Any, args: Any) -> list[torch.Tensor]:
         metadata, query, key_cache, value_cache, scale, *given = args
         needs_finite_slots = getattr(plan_attention, "needs_finite_slots", False)  # its contract: see attention_torch
@@ -148,12 +156,10 @@ def plan_attention_case(
             ).long()
             key_cache, value_cache = key_cache.clone(), value_cache.clone()
             key_cache[owned], value_cache[owned] = key_cache[owned].nan_to_num(0), value_cache[owned].nan_to_num(0)
-        plan = plan_attention(metadata, num_q_heads, num_kv_heads, head_dim)
+        plan = plan_attention(metadata, query.shape[1], key_cache.shape[2], query.shape[2])
         return [plan(query, key_cache, value_cache, scale, *given)]
 
-    tokens = f"{list(query_lens)} of {list(seq_lens)} tokens"
-    what = "".join(f", {name}{'' if value is True else f' {value}'}" for name, value in options.items())
-    return Case(f"{tokens}, {num_q_heads}/{num_kv_heads} heads of {head_dim}, blocks of {block_size}{what}", make, call)
+    return Case(label, make, call)
 
 
 def merge_states_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from batchgen_kernels.cases.attention import PagedInputs, paged_inputs
+from batchgen_kernels.attention_options import NO_OPTIONS
+from batchgen_kernels.cases.attention import PagedInputs, attention_case, paged_inputs
+from batchgen_kernels.cases.case import Case
 
 
 def shared_inputs(
@@ -88,3 +91,18 @@ def to_device(inputs: PagedInputs, device: str) -> PagedInputs:
         name: value.to(device) for name, value in inputs._asdict().items() if isinstance(value, torch.Tensor)
     }
     return inputs._replace(metadata=metadata._replace(**moved), **tensors)
+
+
+def shared_prefix_case(depth: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu") -> Case:
+    """heads: query heads, key/value heads, head_dim."""
+
+    def make() -> tuple[Any, ...]:
+        return *shared_inputs(depth, *heads, 16, dtype, device), *NO_OPTIONS
+
+    return attention_case(f"prefix tree of depth {depth}, {heads[0]}/{heads[1]} heads of {heads[2]}", make)
+
+
+def shared_prefix_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Of plan_attention, with groups."""
+    yield shared_prefix_case(1, (4, 2, 64), dtype, device)
+    yield shared_prefix_case(3, (3, 1, 80), dtype, device)
