@@ -50,7 +50,7 @@ PREFILL: dict[tuple[str, int, int], Launch] = {
     ("sm_90", 128, 4): Launch(32, 16, 8, 3),
     ("sm_90", 256, 4): Launch(32, 16, 8, 3),
     ("sm_100", 64, 4): Launch(32, 32, 8, 3),
-    ("sm_100", 128, 4): Launch(32, 16, 16, 3),
+    ("sm_100", 128, 4): Launch(32, 16, 8, 3),
     ("sm_100", 256, 4): Launch(32, 16, 8, 3),
     ("gfx942", 64, 4): Launch(64, 32, 4, 2),
     ("gfx942", 128, 4): Launch(64, 32, 4, 2),
@@ -91,9 +91,10 @@ PREFILL_FP8: dict[tuple[str, int, int], Launch] = {
 # Shared prefixes: like prefill, but for these, which need more registers than prefill and would spill there.
 SHARED: dict[tuple[str, int, int], Launch] = {
     ("sm_100", 256, 2): Launch(64, 32, 8, 3),
-    ("gfx942", 256, 2): Launch(64, 32, 4, 2),
+    ("gfx942", 256, 2): Launch(64, 16, 4, 2),
     ("sm_80", 128, 4): Launch(16, 16, 8, 3),
     ("sm_80", 256, 4): Launch(16, 16, 8, 3),
+    ("gfx942", 128, 4): Launch(64, 16, 4, 2),
 }
 SHARED_SHORT: dict[tuple[str, int, int], Launch] = {
     ("sm_100", 64, 2): Launch(64, 64, 8, 3),
