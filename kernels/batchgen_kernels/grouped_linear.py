@@ -31,12 +31,17 @@ class Routing(NamedTuple):
     block_t: int
 
 
+def count_tiles(num_pairs: int, num_experts: int, block_t: int) -> int:
+    """Tiles that suffice however the pairs fall: an expert with pairs pads its run by less than a tile."""
+    return (num_pairs + min(num_experts, num_pairs) * (block_t - 1)) // block_t
+
+
 def route_tokens(expert_ids: torch.Tensor, num_experts: int, block_t: int) -> Routing:
-    """expert_ids [T, k] int32 or int64, -1 for none. Pairs of an expert stay in order. Does not wait for the device."""
+    """expert_ids [T, k] int32 or int64, below num_experts, -1 for none. Pairs of an expert stay in order.
+    Does not wait for the device."""
     experts = expert_ids.flatten().long()
     num_pairs, device = experts.numel(), experts.device
-    # an expert with pairs pads its run to whole tiles, one without has no run
-    num_tiles = -(-num_pairs // block_t) + min(num_experts, num_pairs)
+    num_tiles = count_tiles(num_pairs, num_experts, block_t)
     experts = torch.where(experts < 0, num_experts, experts)  # sorted behind all others
     order = torch.argsort(experts, stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
@@ -68,7 +73,9 @@ def _grouped(
     for expert in range(weight.shape[0]):
         mine = (experts == expert).nonzero()[:, 0]
         out[mine] = rows[mine] @ weight[expert].to(x.dtype).T
-    return out if pair_scale is None else out * pair_scale.flatten()[:, None]
+    if pair_scale is None:
+        return out
+    return out * pair_scale.flatten().where(experts >= 0, 0)[:, None]  # a scale of no expert may be NaN
 
 
 def grouped_linear_reference(
@@ -189,6 +196,8 @@ def grouped_linear_triton(
     if x.shape[0] not in (expert_ids.shape[0], num_pairs):
         raise ValueError(f"grouped_linear: x must have a row for each of {expert_ids.shape[0]} tokens or {num_pairs} pairs")
     num_experts, num_out, num_in = weight.shape
+    if num_experts == 0:
+        raise ValueError("grouped_linear: the weight must have at least one expert")
     if x.shape[1] != num_in:
         raise ValueError(f"grouped_linear: x has {x.shape[1]} inputs, the weight {num_in}")
     if x.stride(1) != 1 or weight.stride(2) != 1:
@@ -205,6 +214,12 @@ def grouped_linear_triton(
     if routing.block_t != launch.block_t:
         raise ValueError(
             f"grouped_linear: routed in tiles of {routing.block_t} pairs, launched in tiles of {launch.block_t}"
+        )
+    num_tiles = count_tiles(num_pairs, num_experts, launch.block_t)
+    if routing.tile_experts.shape[0] != num_tiles or routing.pairs.shape[0] != num_tiles * launch.block_t:
+        raise ValueError(
+            f"grouped_linear: routing of {routing.tile_experts.shape[0]} tiles, which is not of {num_pairs} pairs and "
+            f"{num_experts} experts"
         )
     grouped_linear_kernel[(routing.tile_experts.shape[0], -(-num_out // launch.block_n))](
         x, weight, out, routing.pairs, routing.tile_experts, pair_scale,

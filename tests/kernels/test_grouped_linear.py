@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from batchgen_kernels import grouped_linear
+from batchgen_kernels import grouped_linear, linear_launch
 from batchgen_kernels._triton import interpreting
 from batchgen_kernels.activation import silu_and_mul_reference, silu_and_mul_triton
 from batchgen_kernels.cases.case import TOLERANCE, relative_error
@@ -25,7 +25,6 @@ def test_routing_by_brute_force(used, block_t):
     for expert, pairs in zip(routing.tile_experts.tolist(), tiles, strict=True):
         pairs = [p for p in pairs if p >= 0]
         assert (expert >= 0) == bool(pairs) and all(flat[p] == expert for p in pairs)
-        assert all(p == -1 for p in tiles[routing.tile_experts.tolist().index(expert)][block_t:])
         seen.setdefault(expert, []).extend(pairs)
     assert {e: p for e, p in seen.items() if e >= 0} == {
         e: [p for p, at in enumerate(flat) if at == e] for e in sorted(set(flat)) if e >= 0
@@ -35,6 +34,39 @@ def test_routing_by_brute_force(used, block_t):
 def test_shapes_of_a_routing_depend_on_shapes_only():
     shapes = {tuple(t.shape for t in route_tokens(expert_choices(11, 2, used), 7, 4)[:2]) for used in ([1], range(7), [-1])}
     assert len(shapes) == 1
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts"), [(8, 128), (8, 8), (24, 3), (1, 1), (33, 4)])
+def test_places_suffice_and_are_no_more_than_stated(num_pairs, num_experts):
+    """The worst case: every expert but one has a single pair, the last has what is left."""
+    ids = torch.arange(num_pairs, device=DEVICE).clamp(max=num_experts - 1)[:, None]
+    routing = route_tokens(ids, num_experts, 16)
+    assert sorted(routing.pairs[routing.pairs >= 0].tolist()) == list(range(num_pairs))
+    assert routing.pairs.numel() <= num_pairs + num_experts * 15
+
+
+@pytest.mark.parametrize("launch", sorted({row._replace(num_stages=1) for row in linear_launch.LINEAR.values()}), ids=str)
+def test_tiles_of_the_launch_table(launch):
+    """The interpreter's own launch has one tile only; these are the GPUs'."""
+    case = grouped_linear_case(
+        20, 2, 3, launch.block_k + 75, launch.block_n + 7, torch.bfloat16, DEVICE, used=[0, 2], scaled=True
+    )
+    x, weight, experts, scale = case.make()
+    routing = route_tokens(experts, 3, launch.block_t)
+    out = grouped_linear.grouped_linear_triton(x, weight, experts, scale, routing, launch)
+    want = grouped_linear.grouped_linear_reference(x, weight, experts, scale)
+    assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("column", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_pair_without_an_expert_is_zero_whatever_its_scale(column, bad):
+    x, weight, _, scale = grouped_linear_case(3, 2, 3, 32, 16, FP32, DEVICE, scaled=True).make()
+    experts = torch.tensor([[0, -1], [-1, -1], [2, 1]], dtype=torch.int32, device=DEVICE)
+    scale[experts < 0] = bad
+    out = getattr(grouped_linear, f"grouped_linear_{column}")(x, weight, experts, scale)
+    none = experts.flatten() < 0
+    assert (out[none] == 0).all() and out[~none].isfinite().all()
 
 
 def moe(x, gate_up, down, experts, weights, grouped, act, combine):
@@ -85,6 +117,10 @@ def test_weights_of_more_than_2_to_the_31_elements():
     assert relative_error(out, want) < TOLERANCE[torch.bfloat16] / 10
 
 
+def other_tokens(m):
+    return route_tokens(torch.zeros(64, 2, dtype=torch.int32), 3, m.grouped_launch(FP32, 4, 3).block_t)
+
+
 X, W, E = torch.ones(2, 8), torch.ones(3, 4, 8), torch.zeros(2, 2, dtype=torch.int32)
 
 
@@ -98,6 +134,8 @@ X, W, E = torch.ones(2, 8), torch.ones(3, 4, 8), torch.zeros(2, 2, dtype=torch.i
         (lambda m: m.grouped_linear_triton(X[:, :5], W, E), "x has 5 inputs, the weight 8"),
         (lambda m: m.grouped_linear_triton(X, W, E, torch.ones(4)), r"pair_scale must be contiguous float32 \[2, 2\]"),
         (lambda m: m.grouped_linear_triton(X, W, E, routing=route_tokens(E, 3, 4)), "routed in tiles of 4 pairs"),
+        (lambda m: m.grouped_linear_triton(X, W, E, routing=other_tokens(m)), "which is not of 4 pairs and 3 experts"),
+        (lambda m: m.grouped_linear_triton(X, W[:0], E), "at least one expert"),
         (lambda m: m.combine_experts_triton(torch.ones(3, 8), 2), r"combine_experts: y must be \[T \* 2, N\]"),
     ],
 )
