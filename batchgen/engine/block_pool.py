@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchgen.prefix import ROOT, block_hash, block_hashes
+from batchgen.prefix import ROOT, block_hashes
 
 NULL_BLOCK = 0  # pads block tables; always zero, never handed out
 NO_PARENT = 0  # parent of a first block
@@ -177,23 +177,25 @@ class BlockPool:
         digest = self.hash_of.get(parent, ROOT) if first else ROOT
         if first and parent not in self.hash_of:
             return  # an unreachable chain: its parent is private
-        for i, uses in enumerate(remaining_uses.tolist()):
-            if uses == 0:
-                return
-            block = int(blocks[first + i])
-            tokens = token_ids[(first + i) * self.block_size : (first + i + 1) * self.block_size]
-            digest = block_hash(digest, tokens)
-            if digest in self.cache:
-                return  # another request computes the same block; its children hang on that one
-            self.cache[digest] = block
-            self.hash_of[block] = digest
-            self.is_cached[block] = True
-            self.parent[block], self.depth[block] = parent, first + i
-            self.num_children[block] = 0
-            self.num_children[parent] += 1
-            self.token_ids[block] = tokens
-            self.remaining_uses[block] = uses
-            parent = block
+        uses = remaining_uses[: int(np.count_nonzero(remaining_uses))]
+        tokens = token_ids[first * self.block_size : (first + len(uses)) * self.block_size]
+        # What is in the cache already, another request computes; its children hang on that one.
+        fresh = [*itertools.takewhile(lambda d: d not in self.cache, block_hashes(tokens, self.block_size, digest))]
+        if not fresh:
+            return
+        n = len(fresh)
+        new = blocks[first : first + n]
+        ids = new.tolist()
+        self.cache.update(zip(fresh, ids))
+        self.hash_of.update(zip(ids, fresh))
+        self.is_cached[new] = True
+        self.parent[new] = [parent, *ids[:-1]]
+        self.depth[new] = np.arange(first, first + n)
+        self.num_children[parent] += 1
+        self.num_children[new] = 1
+        self.num_children[ids[-1]] = 0
+        self.token_ids[new] = tokens[: n * self.block_size].reshape(n, -1)
+        self.remaining_uses[new] = uses[:n]
 
     def evict(self, n: int) -> int:
         """Free up to `n` kept blocks, deepest first, and return how many. Whoever would have used them recomputes."""
