@@ -65,6 +65,7 @@ class Window:
     shared_blocks: np.ndarray  # [n] int32, full blocks shared with the row before
     next_smaller: np.ndarray  # [n] int64, the next row that shares fewer blocks than this one (n if there is none)
     block_size: int
+    unit_starts: np.ndarray | None = None  # [m] int64, first rows of subtrees that may be admitted in any order; None: one
 
     def __len__(self) -> int:
         return len(self.index)

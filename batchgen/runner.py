@@ -29,6 +29,7 @@ from batchgen.errors import CorruptRunError, UsageError
 from batchgen.job import Job
 from batchgen.models.config import ModelConfig, kv_bytes_per_token
 from batchgen.models.loader import ModelFiles, eos_token_ids, fingerprint, load_config, load_decoder, resolve_model
+from batchgen.plan.cost_order import cost_order
 from batchgen.plan.window import plan_window
 from batchgen.records import Completion, Prompt, RowFault, Window
 from batchgen.report.progress import Progress
@@ -197,7 +198,8 @@ def rows_owed(store: TokenStore, writer: PartWriter) -> np.ndarray:
 def plan_rows(job: Job, store: TokenStore, entries: np.ndarray, sort: bool = True) -> Window:
     """The window of those entries of the store that have tokens."""
     healthy = entries[store.lengths[entries] > 0]
-    return plan_window(store.tokens, healthy, store.lengths[healthy], job.engine.block_size, sort)
+    window = plan_window(store.tokens, healthy, store.lengths[healthy], job.engine.block_size, sort)
+    return cost_order(window) if sort else window
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------

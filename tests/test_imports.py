@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ENGINE_HOST = [
     *(
+        "engine.admission",
         "engine.scheduler",
         "engine.block_pool",
         "engine.memory_forecast",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchgen.engine.admission import AdmissionOrder
 from batchgen.engine.batch_state import BatchState
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.memory_forecast import MemoryForecast, wanted
@@ -61,7 +62,8 @@ class Scheduler:
             config.max_running_requests, min(longest, config.max_model_len), config.max_tokens, pool.block_size
         )
         self.stats = SchedulerStats()
-        self.next_row = 0
+        self.order = AdmissionOrder(window)
+        self._budget_left = config.max_num_batched_tokens  # for rows that come in with this step
         self.waiting: list[Candidate] = []  # heap in plan order
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
@@ -75,7 +77,7 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        nothing_waits = self.next_row == len(self.window) and not self.waiting
+        nothing_waits = self.order.next_row is None and not self.waiting
         return len(self.state.running) == 0 and nothing_waits and not self.rejected
 
     def take_rejected(self) -> list[Finished]:
@@ -92,7 +94,7 @@ class Scheduler:
         grants = grants[grants > 0]
         self._give_blocks(slots, grants)
         if not preempted:
-            admitted = self._admit(self.config.max_num_batched_tokens - int(grants.sum()))
+            admitted = self._admit(self._budget_left)
             slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int32)])
             grants = np.concatenate([grants, np.array([n for _, n in admitted], np.int32)])
         if len(slots) == 0:
@@ -211,10 +213,11 @@ class Scheduler:
         grants = np.zeros(len(behind), np.int32)
         decodes = np.flatnonzero(behind == 1)[:budget]
         grants[decodes] = 1
-        budget -= len(decodes)
+        budget = min(budget - len(decodes), self.order.pace(int(behind[behind > 1].sum())))
         for r in np.flatnonzero(behind > 1).tolist():
             grants[r] = min(int(behind[r]), budget)
             budget -= int(grants[r])
+        self._budget_left = budget
         return grants
 
     def _blocks_short(self, slots: np.ndarray, grants: np.ndarray) -> np.ndarray:
@@ -249,7 +252,7 @@ class Scheduler:
         first, last = begin // block_size, min(end, int(s.num_prompt[slot])) // block_size
         if last > first:
             position = int(s.position[slot])
-            uses = self.window.remaining_uses(position)[first:last]
+            uses = self.order.uses(position)[0][first:last]
             # further samples of this row that got no slot with it will read its prompt again
             uses = uses + sum(1 for c in self.waiting if c.position == position and c.num_cached < 0)
             self.pool.insert(s.blocks(slot), first, s.known[slot], uses)
@@ -298,6 +301,8 @@ class Scheduler:
         admitted: list[tuple[int, int]] = []
         missing = self._blocks_missing(s.running)
         mean, variance = self._future(s.running)
+        room = pool.num_free - missing - self.config.output_reserve * wanted(mean, variance)
+        self.order.observe(len(s.running) // self.config.num_samples, room, pool.num_usable)
         while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
             prompt = self.window.prompt(candidate.position)
             limit = min(len(prompt) + self.config.max_tokens, self.config.max_model_len)
@@ -341,28 +346,26 @@ class Scheduler:
 
     def _match(self, position: int, prompt: np.ndarray) -> list[int]:
         """Cached blocks of this prompt. The plan knows how much of it is the prompt that was looked up before."""
-        between = self.window.shared_blocks[self._last_matched + 1 : position + 1]
-        if position == self._last_matched:
+        first, last = sorted((position, self._last_matched))
+        if first == last:
             num_same = len(prompt) // self.pool.block_size
         else:
-            num_same = int(between.min()) if 0 <= self._last_matched < position else 0
+            num_same = int(self.window.shared_blocks[first + 1 : last + 1].min()) if first >= 0 else 0
         self._last_matched = position
         return self.pool.match(prompt, num_same)
 
     def _next_candidate(self) -> Candidate | None:
-        if self.waiting and (self.next_row >= len(self.window) or self.waiting[0].position < self.next_row):
+        if self.waiting:
             return self.waiting[0]
-        if self.next_row < len(self.window):
-            shared = int(self.window.shared_blocks[self.next_row])
-            return Candidate(self.next_row, 0, self.config.num_samples, shared)
-        return None
+        row = self.order.next_row
+        return None if row is None else Candidate(row, 0, self.config.num_samples, self.order.uses(row)[1])
 
     def _take(self, candidate: Candidate, num_samples: int) -> None:
         """Remove `candidate` from the queue; samples beyond `num_samples` wait as a candidate of their own."""
         if self.waiting and self.waiting[0] is candidate:
             heapq.heappop(self.waiting)
         else:
-            self.next_row += 1
+            self.order.take()
         if num_samples < candidate.num_samples:
             first, rest = candidate.first_sample + num_samples, candidate.num_samples - num_samples
             num_full = int(self.window.lengths[candidate.position]) // self.pool.block_size

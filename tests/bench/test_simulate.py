@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 from fake_device import expected_output, run, window_of
 
-from batchgen.bench.simulate import (
-    DEVICES,
-    MODELS,
-    POLICIES,
-    DeviceRates,
-    Group,
-    LruBlockPool,
-    ModelShape,
-    SimulatedJob,
-    Work,
-    least_work,
-    main,
-    simulate,
-)
+from batchgen.bench.lru_pool import LruBlockPool
+from batchgen.bench.simulate import POLICIES, Group, SimulatedJob, main, simulate
+from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, ModelShape, Work, least_work
 from batchgen.engine.step import SchedulerConfig
 
 TINY = ModelShape(
@@ -33,12 +22,17 @@ def config_of(max_tokens, running=8, budget=64):
 
 
 def test_cost_by_hand():
-    work = Work(steps=3, query_tokens=10, sampled=4, context=50, kv_read=70)
+    work = Work(steps=1, query_tokens=10, sampled=4, context=50, kv_read=70)
     assert TINY.kv_bytes == 2 * 2 * 2 * 8 * 2
-    assert work.flops(TINY) == 2 * 1000 * 10 + 2 * 100 * 4 + 4 * 2 * 4 * 8 * 50
-    assert work.bytes(TINY) == 3 * 1100 * 2 + 128 * (70 + 10)
-    rates = DeviceRates(flops=100.0, bandwidth=10.0, compute_share=0.5, memory_share=0.25, launch=1.0)
-    assert work.seconds(TINY, rates) == pytest.approx(work.flops(TINY) / 50 + work.bytes(TINY) / 2.5 + 3)
+    linear, weights = 2 * 1000 * 10 + 2 * 100 * 4, 1100 * 2
+    attention, kv = 4 * 2 * 4 * 8 * 50, 128 * (70 + 10)
+    for flops, bandwidth in ((100.0, 10.0), (1e5, 10.0), (100.0, 1e5)):  # mixed, bound by memory, by compute
+        rates = DeviceRates(flops, bandwidth, compute_share=0.5, memory_share=0.25, launch=1.0)
+        f, b = flops / 2, bandwidth / 4
+        assert work.step_seconds(TINY, rates) == pytest.approx(max(linear / f, weights / b) + max(attention / f, kv / b) + 1)
+        compute, memory = (linear + attention) / f, (weights + kv) / b
+        assert work.limits(TINY, rates) == pytest.approx((compute + memory, max(compute, memory)))
+        assert work.limits(TINY, rates)[1] <= work.step_seconds(TINY, rates) - 1 <= work.limits(TINY, rates)[0]
 
 
 def brute_force_held(prompts, outputs, block_size):
@@ -115,5 +109,5 @@ def test_the_plan_pays_on_a_small_job():
 def test_last_line_is_json(capsys):
     assert main(["--rows", "200", "--rows-per-group", "20", "--groups", "64/16/8", "32/32/16", "--kv-tokens", "4000"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["speedup_vs_arrival"] > 0 and 0 < result["share_of_sequential_limit"] <= 1
-    assert result["recomputed_tokens"] == 0 and set(result["policies"]) == set(POLICIES)
+    assert result["speedup_vs_arrival"] > 0 and 0 < result["share_of_overlapped_limit"] <= 1
+    assert result["recomputed_tokens"] == 0 and set(result["policies"]) == {"batchgen", "sorted", "arrival"}
