@@ -6,6 +6,7 @@ Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detok
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +25,16 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, prepare_cpu
-from batchgen.engine.step import Finished, SchedulerConfig, StepPlan
+from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.errors import CorruptRunError, UsageError
 from batchgen.job import Job
 from batchgen.models.config import ModelConfig, kv_bytes_per_token
 from batchgen.models.loader import ModelFiles, eos_token_ids, fingerprint, load_config, load_decoder, resolve_model
 from batchgen.plan.window import plan_window
+from batchgen.plan.work import Work
 from batchgen.records import Completion, Prompt, RowFault, Window
 from batchgen.report.progress import Progress
+from batchgen.report.roofline import calibrate, model_shape, roofline
 from batchgen.report.summary import summary_lines
 from batchgen.signals import StopSignals
 from batchgen.text.detokenizer import Detokenizer
@@ -41,6 +44,7 @@ from batchgen.text.tokenize import tokenize
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
 
 EXIT_OK, EXIT_SOME_ROWS_FAILED = 0, 3
+CALIBRATION_SHARE = 0.02  # of the time in the engine, to measure what the device allows
 
 
 class Inputs(NamedTuple):
@@ -208,6 +212,7 @@ class EngineResult(NamedTuple):
     num_prompt_tokens: int  # of the rows that went through the engine
     num_planned: int  # prompt tokens that the plan said would be computed
     engine: Engine | None
+    limits: dict[str, float] | None = None  # see report/roofline.py
 
 
 def answer(
@@ -273,6 +278,7 @@ def answer(
         writer.commit_if_due()
 
     samples: dict[int, list[Completion]] = {}
+    began = time.perf_counter()
     with stop.deferred():
         for finished in engine.generate(
             window,
@@ -290,7 +296,11 @@ def answer(
             if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
                 writer.add(*samples.pop(row))
         writer.commit()
-    return EngineResult(meter.num_finished + len(faults) * n, int(window.lengths.sum()) * n, window.num_computed(), engine)
+    seconds = time.perf_counter() - began
+    rates = calibrate(device, dtype, CALIBRATION_SHARE * seconds)
+    limits = roofline(*meter.work(engine.stats.counts), model_shape(inputs.config, dtype, kv_dtype), rates, seconds)
+    num_answered, num_prompt = meter.num_finished + len(faults) * n, int(window.lengths.sum()) * n
+    return EngineResult(num_answered, num_prompt, window.num_computed(), engine, limits)
 
 
 def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completion:
@@ -311,17 +321,23 @@ def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completi
 
 
 class Meter:
-    """Turns steps and finished requests into progress: tokens to compute, known for prompts, estimated for answers."""
+    """Turns steps and finished requests into progress (tokens to compute, known for prompts, estimated for answers), and
+    counts the work that they were."""
 
     def __init__(self, window: Window, num_samples: int, max_tokens: int, progress: Progress) -> None:
         self.num_requests, self.max_tokens = len(window) * num_samples, max_tokens
         self.num_planned = window.num_computed()
         self.num_finished = self.num_output = 0
+        self.num_sampled = self.num_tokens = self.context = self.spared_tokens = self.spared_context = 0
         self.num_rows, self.num_samples, self.progress = len(window), num_samples, progress
         progress.phase("run", self.num_planned + self.num_requests * max_tokens)
 
     def step(self, step: StepPlan, scheduler: Scheduler) -> None:
         counts = scheduler.stats
+        first, computed = step.first_position.astype(np.int64), step.num_scheduled.astype(np.int64)
+        self.num_tokens += int(computed.sum())
+        self.context += int((computed * first + computed * (computed + 1) // 2).sum())
+        self.num_sampled += len(step.sample_slots)
         seen = counts.num_cached + counts.num_prefill
         facts = (
             f"rows {self.num_finished // self.num_samples}/{self.num_rows}, {len(step.slots)} running, "
@@ -334,6 +350,18 @@ class Meter:
     def finished(self, finished: Finished) -> None:
         self.num_finished += 1
         self.num_output += len(finished.token_ids)
+        cached = finished.num_cached_tokens
+        self.spared_tokens += cached
+        self.spared_context += cached * (cached + 1) // 2
+
+    def work(self, counts: SchedulerStats) -> tuple[Work, Work]:
+        """What was computed and read, and what would have been without a plan: no prompt shared, nor its reads."""
+        done = Work(counts.num_steps, self.num_tokens, self.num_sampled, self.context, counts.num_kv_read)
+        return done, done._replace(
+            query_tokens=self.num_tokens + self.spared_tokens,
+            context=self.context + self.spared_context,
+            kv_read=counts.num_kv_visible + self.spared_tokens,
+        )
 
 
 # ---- after the engine -----------------------------------------------------------------------------------------------
@@ -373,6 +401,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         },
         "seconds": seconds,
         "seconds_in_steps": engine.stats.seconds if engine else {},
+        "limits": result.limits,
         "accuracy": merged.accuracy,
         "correct": merged.num_correct,
         "scored": merged.num_scored,
