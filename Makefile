@@ -29,9 +29,9 @@ run: install
 test: install
 	$(PYTEST) -m "not model and not slow and not gpu"
 
-# What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here.
-test-slow: install
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-model test-compile test-newest-triton
+# What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here. With
+# `make -j2 test-slow` two of them run at a time.
+test-slow: test-newest-triton test-compile test-model
 
 test-model: install
 	$(PYTEST) -m "(model or slow) and not gpu"
