@@ -218,7 +218,7 @@ class OutputSection(Section):
 
 
 class EngineSection(Section):
-    """How it is computed. Nothing here changes an answer, except dtype and kv_dtype."""
+    """How it is computed. Nothing here changes an answer, except dtype, kv_dtype and batch_invariant."""
 
     device: Text = Field("auto", description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
     backend: Literal["auto", "torch", "triton"] = Field(
@@ -230,6 +230,10 @@ class EngineSection(Section):
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
         description="auto is that of dtype; fp8 keeps keys and values in 8 bits: half the memory or less",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="Compute a token to the same bits whatever else is in its step; on a GPU, at the cost of shared reads",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block")
     kv_memory: ByteSize = Field("auto", description="Memory of the KV cache: auto, bytes, or a size such as 2GiB")
@@ -259,12 +263,13 @@ class Job(Section):
     def settings_that_change_answers(self) -> dict[str, Any]:
         """Dotted key -> value of every setting that a resumed run may not change; templates and files by content.
 
-        Left out: how it is computed (engine, but for dtype and kv_dtype), when it is saved, and extract, which merge does
+        Left out: how it is computed (engine, but for what rounds otherwise), when it is saved, and extract, which merge does
         anew. Also left out is input.path: the reader's fingerprint of the content stands for it.
         """
         sections = self.model_dump(include={"model", "prompt", "sampling", "input", "engine"})
         sections["input"].pop("path")
-        sections["engine"] = {"dtype": self.engine.dtype, "kv_dtype": self.engine.kv_dtype}
+        rounds = ("dtype", "kv_dtype", "batch_invariant")
+        sections["engine"] = {name: value for name, value in sections["engine"].items() if name in rounds}
         sections["prompt"]["chat_template"] = self.prompt.read_chat_template()
         sections["prompt"]["files"] = {
             name: f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

@@ -234,9 +234,9 @@ def answer(
     dtype = choose_dtype(job.engine.dtype, device)
     kv_dtype = choose_kv_dtype(job.engine.kv_dtype, dtype)
     try:
-        ops = select_ops(job.engine.backend, device)
+        ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
     except ValueError as error:
-        raise UsageError(f"engine.backend: {error}") from None
+        raise UsageError(f"engine: {error}") from None
     model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len)
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,

@@ -227,7 +227,7 @@ def test_settings_that_change_answers(write, tmp_path):
     harmless += ["output.path=y", "output.commit_rows=1", "output.extract.pattern=a", "engine.kv_memory=1GiB"]
     assert changed(*harmless) == set()
     answers = ("sampling.seed=1", "model.path=b/c", "prompt.user=x", "input.limit=3", "engine.dtype=float32")
-    for override in (*answers, "engine.kv_dtype=fp8"):
+    for override in (*answers, "engine.kv_dtype=fp8", "engine.batch_invariant=true"):
         assert changed(override) == {override.partition("=")[0]}
     (tmp_path / "p.txt").write_text("two")
     assert changed() == {"prompt.files.p"}

@@ -153,14 +153,19 @@ def test_seeds_follow_the_id_not_the_position(here: Path, server: WarmServer) ->
 def test_the_triton_backend_from_end_to_end(here: Path, server: WarmServer) -> None:
     """Under the interpreter where there is no GPU; float32."""
     write_rows(here / "rows.parquet", {"q": ["a", "ab"]})
-    for backend in ("torch", "triton"):
+    for name, engine in {
+        "torch": {"backend": "torch"}, "triton": {"backend": "triton"},
+        "invariant": {"backend": "triton", "batch_invariant": True},
+    }.items():  # fmt: skip
         job = write_job(
-            here, prompt={"text": "the {{ q }}"}, engine={"backend": backend, "dtype": "float32"},
-            sampling={"max_tokens": 3}, output={"path": backend},
+            here, prompt={"text": "the {{ q }}"}, engine=engine | {"dtype": "float32"},
+            sampling={"max_tokens": 3}, output={"path": name},
         )  # fmt: skip
         outcome = server.run("run", job, cwd=here)
-        assert outcome.code == 0 and f"backend {backend}" in outcome.stderr
-    assert answers(here / "torch") == answers(here / "triton")
+        assert outcome.code == 0 and f"backend {engine['backend']}" in outcome.stderr
+    assert answers(here / "torch") == answers(here / "triton") == answers(here / "invariant")
+    refused = server.run("run", job, "--set", "engine.backend=torch", "--set", "output.path=new", cwd=here)
+    assert refused.code == 2 and "engine: batch_invariant needs the backend triton" in refused.error
 
 
 def test_extract_and_accuracy(here: Path, server: WarmServer) -> None:
