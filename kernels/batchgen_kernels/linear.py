@@ -38,7 +38,7 @@ MIN_SPLIT_K = 1024  # a shorter part costs more to merge than it saves
 def _check_weight(what: str, weight: torch.Tensor) -> None:
     if weight.dim() != 2 or weight.shape[1] == 0 or not weight.is_floating_point():
         raise ValueError(f"{what}: weight must be [N, K] of floats with K > 0, got {list(weight.shape)} {weight.dtype}")
-    if not torch.isfinite(weight).all():
+    if not weight.is_meta and not torch.isfinite(weight).all():
         raise ValueError(f"{what}: the weight has {int((~torch.isfinite(weight)).sum())} values that are NaN or infinite")
 
 
