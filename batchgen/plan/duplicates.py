@@ -27,11 +27,6 @@ def each_alone(window: Window) -> Distinct:
     return Distinct(window, window.index, np.arange(len(window) + 1))
 
 
-def each_alone(window: Window) -> Distinct:
-    """Where answers depend on more than the prompt: every row stands for itself."""
-    return Distinct(window, window.index, np.arange(len(window) + 1))
-
-
 def repeats(window: Window) -> np.ndarray:
     """[n] bool: whether a row's prompt is that of the row before. In prefix order equal prompts are neighbours."""
     same = np.zeros(len(window), bool)
