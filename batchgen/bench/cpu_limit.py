@@ -79,8 +79,8 @@ def measure(name: str, system: BatchgenSystem, options: argparse.Namespace) -> d
     share = limit / seconds
     print(
         f"{name:13}{case.about}\n"
-        f"{'':13}{num_tokens:,} tokens in {run.facts['num_steps']} steps, {seconds:.2f} s; matrix products alone {limit:.2f} s: "
-        f"{share:.1%} of the limit",
+        f"{'':13}{num_tokens:,} tokens in {run.facts['num_steps']} steps, {seconds:.2f} s; "
+        f"matrix products alone {limit:.2f} s: {share:.1%} of the limit",
         flush=True,
     )
     facts = {

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from batchgen.models.config import ModelConfig, kv_bytes_per_token, num_matmul_parameters
+from batchgen.models.cpu_linear import available_products
 from batchgen.models.decoder import Decoder
+from batchgen.models.layers import Linear
 from batchgen.records import Window
 
 ROW_COUNTS = (1, 16, 32, 64, 128, 256, 512)  # rows at which the matrix products are timed
@@ -106,7 +108,7 @@ def time_linears(model: Decoder, max_rows: int) -> LinearSeconds:
                 layer.mlp.down(inner)
 
         def head(x: torch.Tensor = x) -> None:
-            torch.nn.functional.linear(x, model.lm_head)
+            model.lm_head(x)
 
         body()
         repeats = 6 if n <= 64 else 3
@@ -156,17 +158,14 @@ def best_product(num_rows: int, num_in: int, num_out: int, threads: int) -> floa
     weights = [torch.randn(num_out, num_in) for _ in range(copies)]
     x = torch.randn(num_rows, num_in)
     best = float("inf")
-    for make in PRODUCTS:
-        products = [make(w) for w in weights]
+    for pack in available_products().values():
+        products = [pack(weight, None) for weight in weights]
         for _ in range(4):
             with seconds_on(threads) as spent:
                 for product in products:
                     product(x)
             best = min(best, spent[0] / copies)
     return best
-
-
-PRODUCTS = (lambda w: lambda x: torch.nn.functional.linear(x, w),)
 
 
 @contextlib.contextmanager
@@ -193,13 +192,13 @@ def profiled(ops: Any) -> Iterator[dict[str, float]]:
         return timed("attention", timed("attention plan", plan_attention)(*args))
 
     originals = {name: getattr(ops, name) for name in PARTS}
-    linear = torch.nn.functional.linear
+    linear = Linear.forward
     for name, function in originals.items():
         setattr(ops, name, plan if name == "plan_attention" else timed(PARTS[name], function))
-    torch.nn.functional.linear = timed("matrix products", linear)
+    Linear.forward = timed("matrix products", linear)  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        torch.nn.functional.linear = linear
+        Linear.forward = linear  # type: ignore[method-assign]
         for name, function in originals.items():
             setattr(ops, name, function)
