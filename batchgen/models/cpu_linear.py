@@ -4,7 +4,7 @@ No library is the fastest everywhere. On one core of a Sapphire Rapids, oneDNN w
 fast as MKL at 8 to 64 rows, and no faster from 256 on. So the candidates are timed on the model's own weights, and one of
 them is taken for a shape whatever the row count, because their last bits differ. A candidate must give a row equal bits at
 any row count from some small one on (cpu_math.py), else it is out. OpenBLAS, which numpy brings along and which leads on
-some AMD cores, is none: it has other kernels for small products, and a row's bits change at counts (M N K) that a probe misses.
+some AMD cores, is none: it has other kernels for small products, and a row's bits change at counts that a probe misses.
 
 The choice may fall otherwise in another run. A run folder keeps it, so that a resumed run goes on with the same bits.
 """
