@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
-.PHONY: lint bench bench-kernels predict-kernels gpu-check clean
+.PHONY: lint bench bench-cpu bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -55,6 +55,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench-cpu: install
+	$(BIN)/python -m batchgen.bench.cpu_limit
 
 bench: install
 	$(BIN)/python -m batchgen.bench

@@ -237,7 +237,8 @@ def answer(
         ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
     except ValueError as error:
         raise UsageError(f"engine: {error}") from None
-    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len)
+    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, writer.folder.state.get("products"))
+    writer.folder.update_state({"products": model.products})  # for the same bits when the run is resumed
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
         job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n,
@@ -402,6 +403,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         "seconds": seconds,
         "seconds_in_steps": engine.stats.seconds if engine else {},
         "limits": result.limits,
+        "products": engine.model.products if engine else {},
         "accuracy": merged.accuracy,
         "correct": merged.num_correct,
         "scored": merged.num_scored,

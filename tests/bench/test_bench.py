@@ -109,13 +109,16 @@ def test_first_difference():
 def test_profile_puts_everything_back(model):
     from batchgen_kernels import select_ops
 
+    from batchgen.models.layers import Linear
+
     ops = select_ops("torch")
-    before, linear = dict(vars(ops)), torch.nn.functional.linear
+    layer = Linear(8, 3, False, ops, torch.device("cpu"), torch.float32)
+    before, forward = dict(vars(ops)), Linear.forward
     with profiled(ops) as seconds:
         assert ops.plan_attention.needs_finite_slots is before["plan_attention"].needs_finite_slots
         ops.silu_and_mul(torch.ones(2, 8))
-        torch.nn.functional.linear(torch.ones(2, 8), torch.ones(3, 8))
-    assert vars(ops) == before and torch.nn.functional.linear is linear
+        layer(torch.ones(2, 8))
+    assert vars(ops) == before and Linear.forward is forward
     assert seconds.keys() == {"elementwise", "matrix products"}
 
 
