@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from batchgen_kernels import select_ops
 
-from batchgen.data.durable import write_atomically
+from batchgen.data.durable import explain_os_errors, write_atomically
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import Reader, open_reader, require_columns
 from batchgen.data.rows import iter_rows, row_keys
@@ -74,7 +74,8 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
         inputs = open_inputs(job)
         with RunFolder(job.output.path) as folder:
             resumed = folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs))
-            store = stored_tokens(inputs, folder, progress)
+            with explain_os_errors(folder.path / "tokens.arrow"):
+                store = stored_tokens(inputs, folder, progress)
             folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
             with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
                 owed = rows_owed(store, writer)

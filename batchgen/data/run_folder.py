@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.durable import explain_os_errors, fsync_folder, write_atomically
+from batchgen.data.durable import TMP_SUFFIX, explain_os_errors, fsync_folder, write_atomically
 from batchgen.errors import CorruptRunError, RunFolderError
 
 FORMAT = "batchgen run folder"
@@ -50,6 +50,9 @@ class RunFolder:
         with explain_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
+            for left in self.path.glob("*" + TMP_SUFFIX):  # of writes that a crash broke off; results.tmp is the merge's
+                if left.is_file():
+                    left.unlink()
             self.parts.mkdir(exist_ok=True)
             fsync_folder(self.path)
             fsync_folder(self.path.parent)
