@@ -78,6 +78,8 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
                 store = stored_tokens(inputs, folder, progress)
             folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
             with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
+                for repair in writer.repairs:
+                    progress.say(repair)
                 owed = rows_owed(store, writer)
                 if resumed:
                     progress.say(

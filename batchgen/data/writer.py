@@ -15,6 +15,7 @@ import xxhash
 
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
+from batchgen.data.recover import next_number, recover
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import completions_to_table
 from batchgen.errors import CorruptRunError
@@ -24,7 +25,7 @@ from batchgen.records import Completion, Part, RowStatus
 class PartWriter:
     """Collects completions and commits them every `commit_rows` or `commit_seconds`. Use it inside the folder's lock.
 
-    Opening it deletes what a crash left in parts/ and checks that every committed part is there (CorruptRunError if not).
+    Opening it deletes what a crash left in parts/ and sets damaged parts aside, see recover; `repairs` tells of those.
     """
 
     def __init__(
@@ -35,11 +36,9 @@ class PartWriter:
         self.commit_seconds = commit_seconds
         self.compression = compression
         self.log = CommitLog(folder.commit_log)
-        self.parts = self.log.read()
+        self.parts, self.repairs = recover(folder)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
-        self._check_committed_parts()
-        self._delete_stray_files()
 
     def __enter__(self) -> PartWriter:
         return self
@@ -70,7 +69,7 @@ class PartWriter:
         """Make all that waits safe, as one part; None if nothing waits. Raises BatchgenError; the rows then wait on."""
         if not self._waiting:
             return None
-        name = f"part-{self._next_number():06d}.parquet"
+        name = f"part-{next_number(self.folder):06d}.parquet"
         image = self._encode(completions_to_table(self._waiting))
         write_atomically(self.folder.parts / name, lambda file: file.write(image))
         rows = [one.row for one in self._waiting]
@@ -110,23 +109,6 @@ class PartWriter:
         pq.write_table(table, sink, compression=self.compression)
         return memoryview(sink.getvalue())
 
-    def _next_number(self) -> int:
-        return 1 + max((int(part.name[5:-8]) for part in self.parts), default=0)
-
-    def _check_committed_parts(self) -> None:
-        for part in self.parts:
-            path = self.folder.parts / part.name
-            num_bytes = path.stat().st_size if path.is_file() else None
-            if num_bytes != part.num_bytes:
-                found = "missing" if num_bytes is None else f"{num_bytes} bytes long instead of {part.num_bytes}"
-                raise damaged(self.folder, part, found)
-
-    def _delete_stray_files(self) -> None:
-        committed = {part.name for part in self.parts}
-        for path in self.folder.parts.iterdir():
-            if path.name not in committed and path.is_file():
-                path.unlink()
-
 
 def read_part(folder: RunFolder, part: Part) -> pa.Table:
     """A committed part in ANSWER_SCHEMA, its checksum compared. Raises CorruptRunError."""
@@ -150,6 +132,6 @@ def read_part_columns(folder: RunFolder, part: Part, columns: list[str]) -> pa.T
 
 def damaged(folder: RunFolder, part: Part, found: str) -> CorruptRunError:
     return CorruptRunError(
-        f"{folder.parts / part.name}: {found}, but it is committed. Put it back; or, to compute its {part.num_rows} answers "
-        f"again, delete the line that names {part.name} from {folder.commit_log} and run the same command"
+        f"{folder.parts / part.name}: {found}, but it is committed; run the job again: it sets the part aside and computes "
+        f"its {part.num_rows} answers anew"
     )

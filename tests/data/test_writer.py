@@ -95,36 +95,82 @@ def test_a_crash_between_part_and_log_leaves_the_rows_owed(folder, answer, monke
     assert committed(folder) == [] and os.listdir(folder.parts) == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: path.unlink(), "missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:50]), "50 bytes long instead of"),
-    ],
-)
-def test_a_committed_part_that_is_gone_is_told_with_the_way_out(folder, answer, damage, said):
-    with PartWriter(folder, commit_rows=2) as writer:
-        for row in range(4):
-            writer.add(answer(row))
-    damage(folder.parts / "part-000001.parquet")
-    with pytest.raises(
-        CorruptRunError, match=f"part-000001.parquet: {said}.*delete the line that names part-000001.parquet"
-    ):
-        PartWriter(folder)
-    lines = folder.commit_log.read_bytes().splitlines(keepends=True)
-    folder.commit_log.write_bytes(b"".join(line for line in lines if b"part-000001.parquet" not in line))
-    assert committed(folder) == [2, 3]
-
-
-def test_a_part_whose_bytes_changed_is_found_by_its_checksum(folder, answer):
-    with PartWriter(folder) as writer:
-        writer.add(answer(0))
-    path = folder.parts / "part-000001.parquet"
+def flip(path):
     image = bytearray(path.read_bytes())
     image[len(image) // 2] ^= 1
     path.write_bytes(image)
-    with pytest.raises(CorruptRunError, match="changed since it was committed"):
-        read_part(folder, PartWriter(folder).parts[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_kept"),
+    [
+        (lambda path: path.unlink(), "missing; its 2 answers are computed again", False),
+        (lambda path: path.write_bytes(path.read_bytes()[:50]), "50 bytes long instead of", True),
+        (flip, "changed since it was committed", True),
+    ],
+)
+def test_a_damaged_part_is_set_aside_and_its_rows_are_owed(folder, answer, damage, said, is_kept):
+    with PartWriter(folder, commit_rows=2) as writer:
+        for row in range(4):
+            writer.add(answer(row))
+    path = folder.parts / "part-000001.parquet"
+    damage(path)
+    with PartWriter(folder) as writer:
+        (repair,) = writer.repairs
+        assert repair.startswith(f"{path}: {said}") and repair.endswith("its 2 answers are computed again")
+        assert ("kept as damaged-part-000001.parquet" in repair) is is_kept
+        assert sorted(writer.finished()[0].tolist()) == [2, 3]
+        writer.add(answer(0), answer(1))
+    assert PartWriter(folder).repairs == [] and committed(folder) == [0, 1, 2, 3]
+    kept = ["damaged-part-000001.parquet"] * is_kept
+    assert sorted(os.listdir(folder.parts)) == [*kept, "part-000002.parquet", "part-000003.parquet"]
+
+
+def test_no_part_takes_the_name_of_a_damaged_one(folder, answer):
+    for _ in range(2):
+        with PartWriter(folder) as writer:
+            writer.add(answer(0))
+        (folder.parts / "damaged-part-000002.parquet").touch()
+        flip(folder.parts / writer.parts[-1].name)
+    PartWriter(folder)
+    assert sorted(os.listdir(folder.parts)) == [f"damaged-part-00000{n}" for n in ("1.parquet", "2.parquet", "3.parquet")]
+
+
+def test_a_damaged_record_costs_the_rows_of_its_part_only(folder, answer):
+    with PartWriter(folder, commit_rows=2) as writer:
+        for row in range(6):
+            writer.add(answer(row))
+    (folder.parts / "part-000009.parquet.tmp").touch()
+    lines = folder.commit_log.read_bytes().splitlines(keepends=True)
+    folder.commit_log.write_bytes(lines[0] + lines[1].replace(b"part", b"tarp") + lines[2])
+    writer = PartWriter(folder)
+    assert ["commit.log: 1 of its records are damaged" in repair for repair in writer.repairs] == [True]
+    assert sorted(writer.finished()[0].tolist()) == [0, 1, 4, 5]
+    assert folder.commit_log.read_bytes() == lines[0] + lines[2]
+    names = ["damaged-part-000002.parquet", "part-000001.parquet", "part-000003.parquet"]
+    assert sorted(os.listdir(folder.parts)) == names, "its part may be good, but nothing says so"
+    assert PartWriter(folder).repairs == []
+
+
+def test_a_crash_while_damage_is_mended(folder, answer, monkeypatch):
+    """The part is aside, its record still there: the next start finds it missing."""
+    with PartWriter(folder, commit_rows=1) as writer:
+        writer.add(answer(0)), writer.add(answer(1))
+    flip(folder.parts / "part-000001.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "rewrite", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            PartWriter(folder)
+    assert committed(folder) == [1]
+    assert sorted(os.listdir(folder.parts)) == ["damaged-part-000001.parquet", "part-000002.parquet"]
+
+
+def test_a_part_that_is_damaged_while_it_is_used(folder, answer):
+    with PartWriter(folder) as writer:
+        writer.add(answer(0))
+    flip(folder.parts / "part-000001.parquet")
+    with pytest.raises(CorruptRunError, match=r"changed since it was committed.*run the job again"):
+        read_part(folder, writer.parts[0])
 
 
 @pytest.mark.parametrize("step", ["open", "fsync", "replace"])

@@ -6,10 +6,12 @@ UPDATE_DOCS=1 pytest tests/e2e/test_faults.py -k listed
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -61,10 +63,11 @@ class Scene:
         return self.server.run("run", self.job, cwd=self.here, faults=settings)
 
     def prepare(self, scenario: str) -> None:
-        """fresh: no folder. again: a finished one whose last commit is not in the log, so that rows are owed."""
+        """fresh: no folder. finished: a whole one. again: one whose last commit is not in the log, so that rows are owed."""
         shutil.rmtree(self.out, ignore_errors=True)
-        if scenario == "again":
+        if scenario != "fresh":
             shutil.copytree(self.here / "finished", self.out)
+        if scenario == "again":
             log = self.out / "commit.log"
             log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
 
@@ -154,6 +157,56 @@ def test_a_clock_that_runs_backwards_changes_nothing(scene: Scene) -> None:
     times = [part.committed_at for part in CommitLog(scene.out / "commit.log").read()]
     assert len(times) == NUM_ROWS // COMMIT_ROWS and times == sorted(times, reverse=True), "the clock did run backwards"
     scene.check_next_run(scene.committed())
+
+
+def flip_a_bit(path: Path) -> None:
+    image = bytearray(path.read_bytes())
+    image[len(image) // 2] ^= 1
+    path.write_bytes(image)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "record"])
+def test_what_is_damaged_is_told_and_computed_again_and_nothing_else(damage: str, scene: Scene) -> None:
+    """A part with a flipped bit, one that is gone, a damaged record in the middle of the log."""
+    scene.prepare("finished")
+    path, before = scene.out / "parts/part-000002.parquet", scene.committed()
+    told = {"flipped": "its checksum differs", "missing": "missing", "record": "1 of its records are damaged"}[damage]
+    if damage == "missing":
+        path.unlink()
+    else:
+        flip_a_bit(path if damage == "flipped" else scene.out / "commit.log")
+    if damage != "record":
+        merged = scene.server.run("merge", "out", cwd=scene.here)
+        assert merged.code == 1 and path.name in merged.error and "run the job again" in merged.error
+    outcome = scene.run()
+    assert outcome.code == 0 and told in outcome.stderr and "8 of 12 rows are done" in outcome.stderr, outcome
+    kept = scene.out / "parts/damaged-part-000002.parquet"
+    assert kept.exists() is (damage != "missing")
+    kept.unlink(missing_ok=True)
+    scene.check_next_run({name: image for name, image in before.items() if name != path.name})
+
+
+def test_a_disk_that_is_full_for_real(scene: Scene) -> None:
+    """A file system of 128 KiB, most of it taken; then there is room again."""
+    scene.prepare("fresh")
+    scene.out.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", scene.out], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"mount is not permitted here: {mount.stderr.strip()}")
+    try:
+        assert scene.run(at="commit.log write 1 after").code == -signal.SIGKILL
+        before = scene.committed()
+        filler = scene.out / "parts/damaged-filler"  # what a user might keep there
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while file.write(bytes(512)):
+                pass
+        outcome = scene.run()
+        assert outcome.code == 1 and "No space left on device" in outcome.error and "run the same command" in outcome.error
+        assert scene.committed() == before and len(before) == 1
+        filler.unlink()
+        scene.check_next_run(before)
+    finally:
+        subprocess.run(["umount", "--lazy", scene.out], check=True)
 
 
 # ---- all --------------------------------------------------------------------------------------------------------------
