@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 MAKES_LARGER = {"create", "write", "mkdir"}  # what a full disk refuses
-REFUSABLE = MAKES_LARGER | {"fsync", "rename"}  # what a system may refuse for other reasons (quota, a broken disk)
 
 
 class Faults:

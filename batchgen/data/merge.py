@@ -22,6 +22,7 @@ from batchgen.data.answers import SortedAnswers
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import explain_os_errors, fsync_folder
 from batchgen.data.extract import extract_column, is_correct
+from batchgen.data.job_rows import JobRows
 from batchgen.data.reader import Reader, require_columns
 from batchgen.data.rows import iter_rows
 from batchgen.data.run_folder import RunFolder
@@ -47,12 +48,12 @@ class MergeSummary(NamedTuple):
         return self.num_correct / self.num_scored if self.num_scored else None
 
 
-def merge(reader: Reader, job: Job, folder: RunFolder, rows: np.ndarray, n: int) -> MergeSummary:
+def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) -> MergeSummary:
     """Write results/part-00000.parquet ... from all committed parts; one output row for each (row, sample_index).
 
-    `rows` int64 [num_rows]: the job's rows as sorted positions in the input. Memory is bounded, whatever their number.
-    Raises CorruptRunError if a (row, sample) is missing or doubled or a part is damaged, UsageError if columns collide,
-    BatchgenError if the disk refuses.
+    `rows`: the job's rows as they stand in the input. Beside them memory is bounded, whatever their number.
+    Raises CorruptRunError if a (row, sample) is missing or a part is damaged, UsageError if columns collide, BatchgenError
+    if the disk refuses.
     """
     schema = results_schema(reader.schema, job)
     aside, old = folder.path / "results.tmp", folder.path / "results.old"
@@ -63,7 +64,7 @@ def merge(reader: Reader, job: Job, folder: RunFolder, rows: np.ndarray, n: int)
     answers = SortedAnswers(folder, CommitLog(folder.commit_log).read(), rows, n, aside / "spill")
     tally = _Tally()
     with ResultsWriter(aside, schema, job.output) as writer:
-        for asked, answered in _zip(reader, job, rows, answers):
+        for asked, answered in _zip(reader, job, rows.rows, answers):
             writer.write(_joined(asked, answered, schema, job, tally))
     with explain_os_errors(folder.results):
         shutil.rmtree(aside / "spill", ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import pytest
 from commands import ROOT, Result, WarmServer, write_job, write_rows
-from fault_points import MAKES_LARGER, REFUSABLE
+from fault_points import MAKES_LARGER
 
 from batchgen.data.commit_log import CommitLog
 
@@ -47,29 +47,38 @@ class Scene:
 
     def __init__(self, here: Path, server: WarmServer) -> None:
         self.here, self.server, self.out = here, server, here / "out"
-        write_rows(here / "rows.parquet", {"q": [f"{'a story of' if i % 2 else 'say'} {i}" for i in range(NUM_ROWS)]})
         self.job = write_job(
             here,
+            input={"id_column": "id"},
             sampling={"max_tokens": 6, "temperature": 1.0, "seed": 3},
             engine={"prefix_cache": False, "max_running_requests": 3},
             output={"path": "out", "commit_rows": COMMIT_ROWS},
         )
-        assert self.run().code == 0
+        asked = {i: f"{'a story of' if i % 2 else 'say'} {i}" for i in range(NUM_ROWS)}
+        for name in ("earlier", "finished"):
+            write_rows(here / "rows.parquet", {"id": list(asked), "q": list(asked.values())})
+            self.prepare("fresh")
+            assert self.run().code == 0
+            shutil.copytree(self.out, here / name)
+            # reversed, two gone, two new, another question under one id: three rows are owed
+            asked = {i: asked.get(i, f"tell of {i}") for i in reversed(range(2, NUM_ROWS + 2))} | {7: "say so"}
         self.expected = (self.out / "results/part-00000.parquet").read_bytes()
-        shutil.copytree(self.out, here / "finished")
 
     def run(self, **faults: object) -> Result:
         settings = {"folder": str(self.out), **faults} if faults else None
         return self.server.run("run", self.job, cwd=self.here, faults=settings)
 
     def prepare(self, scenario: str) -> None:
-        """fresh: no folder. finished: a whole one. again: one whose last commit is not in the log, so that rows are owed."""
+        """fresh: no folder. finished: a whole one. changed: that of an earlier state of the input, with a torn record and
+        the part that it was for."""
         shutil.rmtree(self.out, ignore_errors=True)
-        if scenario != "fresh":
+        if scenario == "finished":
             shutil.copytree(self.here / "finished", self.out)
-        if scenario == "again":
-            log = self.out / "commit.log"
-            log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+        if scenario == "changed":
+            shutil.copytree(self.here / "earlier", self.out)
+            shutil.copy(self.out / "parts/part-000003.parquet", self.out / "parts/part-000004.parquet")
+            with open(self.out / "commit.log", "ab") as log:
+                log.write((self.out / "commit.log").read_bytes()[:100])
 
     def points(self, scenario: str) -> list[str]:
         self.prepare(scenario)
@@ -88,18 +97,22 @@ class Scene:
         assert outcome.code == 0, outcome
         after = self.committed()
         assert {name: after.get(name) for name in before} == before, "what was committed has changed"
-        rows = Counter(row for name in after for row in pq.read_table(self.out / "parts" / name)["row"].to_pylist())
-        assert rows == Counter(range(NUM_ROWS)), "each row is answered once, and once only"
+        owners = ["row_key", "prompt_hash"]
+        tables = [pq.read_table(self.out / "parts" / name, columns=owners) for name in after]
+        asked = Counter(tuple(row.values()) for table in tables for row in table.to_pylist())
+        assert set(asked.values()) == {1}, "a committed answer was computed again"
         assert sorted(os.listdir(self.out / "parts")) == sorted(after)
         assert not [name for name in os.listdir(self.out) if name.endswith((".tmp", ".old"))]
         assert [path.read_bytes() for path in sorted((self.out / "results").iterdir())] == [self.expected]
 
 
-SCENARIOS = ("fresh", "again")
+SCENARIOS = ("fresh", "changed")
 
 
-@pytest.fixture
-def scene(here: Path, server: WarmServer) -> Scene:
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, toy: Path, server: WarmServer) -> Scene:
+    here = tmp_path_factory.mktemp("scene")
+    (here / "toy").symlink_to(toy)
     return Scene(here, server)
 
 
@@ -224,8 +237,8 @@ def test_kill_9_at_every_point(scenario: str, scene: Scene) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["refuse", "full"])
 def test_a_refusal_at_every_call(fault: str, scene: Scene) -> None:
-    """refuse: each call that a system may refuse, once. full: each that needs room, and then no room comes."""
-    operations = REFUSABLE if fault == "refuse" else MAKES_LARGER
+    """refuse: each fsync and rename, once. full: each call that needs room, and then no room comes."""
+    operations = {"fsync", "rename"} if fault == "refuse" else MAKES_LARGER
     points = [p for p in scene.points("fresh") if p.endswith("before") and p.split()[-3] in operations]
     for point in points:
         refuse_at(scene, "fresh", point, fault)
@@ -247,14 +260,14 @@ HEAD = """\
 Every system call by which `batchgen run` changes its run folder, in order, as `tests/fault_points.py` names them.
 `make test-slow` runs a job of 12 rows once for each moment in these tables: SIGKILL there, the same command once more,
 then: exit code 0, every row answered exactly once, every part that was committed unchanged, nothing left over, and
-`results/` equal byte for byte to those of an undisturbed run. *torn* is a write of half its bytes. The same calls are also
-refused one at a time, and from one on (disk full): one line of error, exit code 1, and the next run goes on. `make test`
-takes one point of each kind. The tables are generated; a test holds them true.
+`results/` equal byte for byte to those of an undisturbed run. *torn* is a write of half its bytes. Each fsync and rename is
+also refused once, and from each other call on the disk is full: one line of error, exit code 1, and the next run goes on.
+`make test` takes one point of each kind. The tables are generated; a test holds them true.
 (SIGKILL shows the order of the calls. That each is made durable before the next, which only a power cut shows, is held by
 `test_the_order_of_durability`.)"""
 TITLES = {
     "fresh": "A new run: three commits and the merge",
-    "again": "A finished run, resumed with four rows owed (their record in the log was lost), merged over its old results",
+    "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, old results to replace",
 }
 MEANING = {".": "the run folder", "..": "the folder that it is in"}
 
