@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from batchgen_kernels import select_ops
 
-from batchgen.data.durable import write_atomically
+from batchgen.data.durable import explain_os_errors, write_atomically
+from batchgen.data.job_rows import JobRows
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import Reader, open_reader, require_columns
 from batchgen.data.rows import iter_rows, row_keys
-from batchgen.data.run_folder import RunFolder, read_job_file
+from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file
 from batchgen.data.schema import results_schema
 from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
@@ -74,17 +75,22 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
         inputs = open_inputs(job)
         with RunFolder(job.output.path) as folder:
             resumed = folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs))
-            store = stored_tokens(inputs, folder, progress)
+            with explain_os_errors(folder.path / "tokens.arrow"):
+                store = stored_tokens(inputs, folder, progress)
             folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
-            with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
+            rows, output = job_rows(store), job.output
+            with PartWriter(folder, rows, output.commit_rows, output.commit_seconds, output.compression) as writer:
+                for repair in writer.repairs:
+                    progress.say(repair)
                 owed = rows_owed(store, writer)
                 if resumed:
                     progress.say(
                         f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
+                        + ("; the input has changed since" if folder.input_has_changed else "")
                     )
                 result = answer(inputs, store, owed, writer, progress, stop)
             progress.phase("merge", store.num_rows, "row")
-            merged = merge(inputs.reader, job, folder, np.sort(store.rows), job.sampling.n)
+            merged = merge(inputs.reader, job, folder, rows, job.sampling.n)
             progress.close()
             summary = summarize(merged, result, progress.seconds)
             if result.num_answered or not folder.summary.exists():  # a run with nothing left to do keeps the figures
@@ -131,7 +137,7 @@ def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
     prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
     if job.model.tokenizer is not None:
         prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}
-    return prints | {f"input file {name}": value for name, value in inputs.reader.fingerprint().items()}
+    return prints | {INPUT_FILE + name: value for name, value in inputs.reader.fingerprint().items()}
 
 
 def read_prompts(inputs: Inputs) -> Iterator[Prompt]:
@@ -190,6 +196,13 @@ def make_token_store(inputs: Inputs, path: Any, progress: Progress) -> TokenStor
             on_too_long=inputs.job.prompt.on_too_long,
         )
     return TokenStore.open(path)
+
+
+def job_rows(store: TokenStore) -> JobRows:
+    """Who the rows are and what they ask, so that committed answers find them."""
+    faults = store.faults()
+    prompts = ("\0".join(faults[i]).encode() if i in faults else store.tokens(i) for i in range(store.num_rows))
+    return JobRows.of(store.rows, store.row_keys, prompts)
 
 
 def rows_owed(store: TokenStore, writer: PartWriter) -> np.ndarray:
@@ -415,13 +428,11 @@ def merge_again(path: Path) -> MergeSummary:
     job = Job.model_validate(read_job_file(path)["job"])
     reader = open_reader(job.input)
     with RunFolder(path) as folder:
-        folder.check_fingerprint(
-            folder.read()["fingerprint"] | {f"input file {name}": value for name, value in reader.fingerprint().items()}
-        )
+        folder.check_input({INPUT_FILE + name: value for name, value in reader.fingerprint().items()})
         try:
             store = TokenStore.open(path / "tokens.arrow")
         except FileNotFoundError:
             raise CorruptRunError(
                 f"{path}: tokens.arrow is not there, so the run's rows are not known; run the same job file again to go on"
             ) from None
-        return merge(reader, job, folder, np.sort(store.rows), job.sampling.n)
+        return merge(reader, job, folder, job_rows(store), job.sampling.n)

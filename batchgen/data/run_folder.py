@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.durable import explain_os_errors, fsync_folder, write_atomically
+from batchgen.data.durable import TMP_SUFFIX, explain_os_errors, fsync_folder, write_atomically
 from batchgen.errors import CorruptRunError, RunFolderError
 
 FORMAT = "batchgen run folder"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: parts say whose answers they hold, by row key and prompt hash
+INPUT_FILE = "input file "  # begins the fingerprint's keys of the input's files
 _ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
@@ -43,6 +44,7 @@ class RunFolder:
         self.job_file = self.path / "job.json"
         self.summary = self.path / "summary.json"
         self.lock_file = self.path / "LOCK"
+        self.input_has_changed = False  # told by `begin`
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
@@ -50,6 +52,9 @@ class RunFolder:
         with explain_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
+            for left in self.path.glob("*" + TMP_SUFFIX):  # of writes that a crash broke off; results.tmp is the merge's
+                if left.is_file():
+                    left.unlink()
             self.parts.mkdir(exist_ok=True)
             fsync_folder(self.path)
             fsync_folder(self.path.parent)
@@ -63,13 +68,27 @@ class RunFolder:
     def begin(self, job: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
         """Record the job in a new folder, or check that it may go on in this one. True if it goes on.
 
-        `job` is the resolved job (JSON values). Of an old job only what the fingerprint leaves out may differ; the new
-        values are recorded. Raises RunFolderError, see check_fingerprint.
+        `job` is the resolved job (JSON values). Of an old job only what the fingerprint leaves out may differ, and files of
+        the input: any of them with input.id_column, else new ones. Then the prompts are tokenized again. The new values are
+        recorded. Raises RunFolderError that lists each other key whose value differs, with both values.
         """
         resumed = self.job_file.exists()
         if resumed:
-            self.check_fingerprint(fingerprint)
             record = self.read()
+            self._refuse_old_format(record)
+            changed = _differences(record["fingerprint"], fingerprint)
+            refused = {key: values for key, values in changed.items() if not _may_change(key, values, fingerprint)}
+            if refused:
+                by_position = any(key.startswith(INPUT_FILE) for key in refused)
+                raise RunFolderError(
+                    f"{self.path}: this folder holds answers of another job:\n{_listed(refused)}"
+                    + ("(without input.id_column files may be added, but not change)\n" if by_position else "")
+                    + "set these back to go on with it, or give another output.path to start anew"
+                )
+            self.input_has_changed = bool(changed)
+            if changed:
+                self._forget_tokens()
+                record["state"]["finished"] = False
         else:
             if (log := self.commit_log).exists() and log.stat().st_size:
                 raise CorruptRunError(
@@ -80,17 +99,30 @@ class RunFolder:
         self._write(record)
         return resumed
 
-    def check_fingerprint(self, new: Mapping[str, Any]) -> None:
-        """Raises RunFolderError that lists each key whose value differs from the folder's, with both values."""
-        new = json.loads(json.dumps(dict(new)))
-        old = self.read()["fingerprint"]
-        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-        lines = [f"  {key}: was {_shown(old.get(key, _ABSENT))}, is now {_shown(new.get(key, _ABSENT))}" for key in changed]
-        if lines:
+    def check_input(self, files: Mapping[str, str]) -> None:
+        """For a merge alone. Raises RunFolderError if the input's files (their part of the fingerprint) have changed."""
+        record = self.read()
+        self._refuse_old_format(record)
+        old = {key: value for key, value in record["fingerprint"].items() if key.startswith(INPUT_FILE)}
+        if changed := _differences(old, files):
             raise RunFolderError(
-                f"{self.path}: this folder holds answers of another job:\n" + "\n".join(lines) + "\n"
-                "set these back to go on with it, or give another output.path to start anew"
+                f"{self.path}: the input has changed since it was answered:\n{_listed(changed)}"
+                "run the job again, which computes what is new"
             )
+
+    def _refuse_old_format(self, record: Mapping[str, Any]) -> None:
+        if record["version"] < FORMAT_VERSION:
+            raise RunFolderError(
+                f"{self.path}: made by batchgen {record['batchgen']}, whose parts do not say which prompt they answer; "
+                "go on with that version, or give another output.path"
+            )
+
+    def _forget_tokens(self) -> None:
+        """Before the new fingerprint is recorded: a token store that is there is that of the fingerprint."""
+        with explain_os_errors(self.path):
+            for path in self.path.glob("tokens*"):
+                path.unlink()
+            fsync_folder(self.path)
 
     def read(self) -> dict[str, Any]:
         """The content of job.json. Raises RunFolderError if it is not there, CorruptRunError if it cannot be read."""
@@ -168,6 +200,22 @@ def read_holder(lock_file: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (old value, new value) of all that differ, sorted; _ABSENT where there is none."""
+    new = json.loads(json.dumps(dict(new)))
+    pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in sorted(old.keys() | new.keys())}
+    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}
+
+
+def _may_change(key: str, values: tuple[Any, Any], fingerprint: Mapping[str, Any]) -> bool:
+    """Rows that an id names are found wherever they are; others only where they were, so their files must stay."""
+    return key.startswith(INPUT_FILE) and (fingerprint.get("input.id_column") is not None or values[0] is _ABSENT)
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "".join(f"  {key}: was {_shown(old)}, is now {_shown(new)}\n" for key, (old, new) in changed.items())
 
 
 def _shown(value: Any) -> str:

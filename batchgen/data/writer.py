@@ -15,31 +15,36 @@ import xxhash
 
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
+from batchgen.data.job_rows import JobRows
+from batchgen.data.part import part_table, read_part_columns
+from batchgen.data.recover import next_number, recover
 from batchgen.data.run_folder import RunFolder
-from batchgen.data.schema import completions_to_table
-from batchgen.errors import CorruptRunError
 from batchgen.records import Completion, Part, RowStatus
 
 
 class PartWriter:
     """Collects completions and commits them every `commit_rows` or `commit_seconds`. Use it inside the folder's lock.
 
-    Opening it deletes what a crash left in parts/ and checks that every committed part is there (CorruptRunError if not).
+    Opening it deletes what a crash left in parts/ and sets damaged parts aside, see recover; `repairs` tells of those.
     """
 
     def __init__(
-        self, folder: RunFolder, commit_rows: int = 256, commit_seconds: float = 30.0, compression: str = "zstd"
+        self,
+        folder: RunFolder,
+        rows: JobRows,
+        commit_rows: int = 256,
+        commit_seconds: float = 30.0,
+        compression: str = "zstd",
     ) -> None:
         self.folder = folder
+        self.rows = rows
         self.commit_rows = commit_rows
         self.commit_seconds = commit_seconds
         self.compression = compression
         self.log = CommitLog(folder.commit_log)
-        self.parts = self.log.read()
+        self.parts, self.repairs = recover(folder)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
-        self._check_committed_parts()
-        self._delete_stray_files()
 
     def __enter__(self) -> PartWriter:
         return self
@@ -70,8 +75,8 @@ class PartWriter:
         """Make all that waits safe, as one part; None if nothing waits. Raises BatchgenError; the rows then wait on."""
         if not self._waiting:
             return None
-        name = f"part-{self._next_number():06d}.parquet"
-        image = self._encode(completions_to_table(self._waiting))
+        name = f"part-{next_number(self.folder):06d}.parquet"
+        image = self._encode(part_table(self._waiting, self.rows))
         write_atomically(self.folder.parts / name, lambda file: file.write(image))
         rows = [one.row for one in self._waiting]
         part = Part(
@@ -94,62 +99,19 @@ class PartWriter:
         self.commit()
 
     def finished(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is committed, in no useful order: rows [n] int64, sample indices [n] int32. Reads two columns of each part.
+        """Which rows of the job are answered, in no useful order: rows [n] int64, sample indices [n] int32.
 
-        Raises CorruptRunError for a part that cannot be read.
+        Reads three columns of each part. Raises CorruptRunError for a part that cannot be read.
         """
         rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         for part in self.parts:
-            table = read_part_columns(self.folder, part, ["row", "sample_index"])
-            rows.append(table["row"].to_numpy())
-            samples.append(table["sample_index"].to_numpy())
+            table = read_part_columns(self.folder, part, ["row_key", "prompt_hash", "sample_index"])
+            index = self.rows.find(table["row_key"].to_numpy(), table["prompt_hash"].to_numpy())
+            rows.append(self.rows.rows[index[index >= 0]])
+            samples.append(table["sample_index"].to_numpy()[index >= 0])
         return np.concatenate(rows), np.concatenate(samples)
 
     def _encode(self, table: pa.Table) -> memoryview:
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression=self.compression)
         return memoryview(sink.getvalue())
-
-    def _next_number(self) -> int:
-        return 1 + max((int(part.name[5:-8]) for part in self.parts), default=0)
-
-    def _check_committed_parts(self) -> None:
-        for part in self.parts:
-            path = self.folder.parts / part.name
-            num_bytes = path.stat().st_size if path.is_file() else None
-            if num_bytes != part.num_bytes:
-                found = "missing" if num_bytes is None else f"{num_bytes} bytes long instead of {part.num_bytes}"
-                raise damaged(self.folder, part, found)
-
-    def _delete_stray_files(self) -> None:
-        committed = {part.name for part in self.parts}
-        for path in self.folder.parts.iterdir():
-            if path.name not in committed and path.is_file():
-                path.unlink()
-
-
-def read_part(folder: RunFolder, part: Part) -> pa.Table:
-    """A committed part in ANSWER_SCHEMA, its checksum compared. Raises CorruptRunError."""
-    try:
-        image = (folder.parts / part.name).read_bytes()
-    except OSError as error:
-        raise damaged(folder, part, error.strerror or str(error)) from None
-    if xxhash.xxh3_128_hexdigest(image) != part.checksum:
-        raise damaged(folder, part, "changed since it was committed (its checksum differs)")
-    return pq.read_table(pa.BufferReader(image))
-
-
-def read_part_columns(folder: RunFolder, part: Part, columns: list[str]) -> pa.Table:
-    """Some columns of a committed part, without its checksum. Raises CorruptRunError."""
-    try:
-        with pq.ParquetFile(folder.parts / part.name) as file:
-            return file.read(columns=columns)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(folder, part, str(error)) from None
-
-
-def damaged(folder: RunFolder, part: Part, found: str) -> CorruptRunError:
-    return CorruptRunError(
-        f"{folder.parts / part.name}: {found}, but it is committed. Put it back; or, to compute its {part.num_rows} answers "
-        f"again, delete the line that names {part.name} from {folder.commit_log} and run the same command"
-    )
