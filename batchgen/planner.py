@@ -11,7 +11,8 @@ import numpy as np
 from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_kv_dtype, choose_size
 from batchgen.job import Job
 from batchgen.models.config import kv_bytes_per_token, num_matmul_parameters
-from batchgen.plan.estimate import length_figures, lru_computed, num_duplicates
+from batchgen.plan.duplicates import repeats
+from batchgen.plan.estimate import length_figures, lru_computed
 from batchgen.records import Window
 from batchgen.report.progress import Progress
 from batchgen.runner import Inputs, make_token_store, open_inputs, plan_rows
@@ -71,7 +72,7 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
         f"95 % below {figures.p95:.0f}, longest {figures.longest}; the model takes {inputs.max_model_len}",
         f"answers     up to {inputs.max_tokens} tokens each, {n} for each row"
         + (f"; {cut:,} rows have less room than that in the model" if cut else ""),
-        f"duplicates  {num_duplicates(window):,} rows repeat an earlier prompt",
+        f"duplicates  {int(repeats(window).sum()):,} rows repeat an earlier prompt",
     ]
     device = choose_device(job.engine.device)
     dtype = choose_dtype(job.engine.dtype, device)
