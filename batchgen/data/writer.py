@@ -16,7 +16,8 @@ import xxhash
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
 from batchgen.data.job_rows import JobRows
-from batchgen.data.part import part_table, read_part_columns
+from batchgen.data.ledger import Ledger
+from batchgen.data.part import part_table
 from batchgen.data.recover import next_number, recover
 from batchgen.data.run_folder import RunFolder
 from batchgen.records import Completion, Part, RowStatus
@@ -43,6 +44,7 @@ class PartWriter:
         self.compression = compression
         self.log = CommitLog(folder.commit_log)
         self.parts, self.repairs = recover(folder)
+        self.ledger = Ledger(folder, self.parts, rows)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
 
@@ -98,18 +100,9 @@ class PartWriter:
         """Commit the rest. Also right after an exception: a completion handed over is a finished row."""
         self.commit()
 
-    def finished(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of the job are answered, in no useful order: rows [n] int64, sample indices [n] int32.
-
-        Reads three columns of each part. Raises CorruptRunError for a part that cannot be read.
-        """
-        rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        for part in self.parts:
-            table = read_part_columns(self.folder, part, ["row_key", "prompt_hash", "sample_index"])
-            index = self.rows.find(table["row_key"].to_numpy(), table["prompt_hash"].to_numpy())
-            rows.append(self.rows.rows[index[index >= 0]])
-            samples.append(table["sample_index"].to_numpy()[index >= 0])
-        return np.concatenate(rows), np.concatenate(samples)
+    def finished(self) -> np.ndarray:
+        """[n] int64: positions of the job's rows that were answered when this was opened."""
+        return self.rows.rows[self.ledger.is_answered]
 
     def _encode(self, table: pa.Table) -> memoryview:
         sink = pa.BufferOutputStream()
