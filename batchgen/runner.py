@@ -86,7 +86,6 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
             resumed = only is None and folder.begin(job.model_dump(mode="json", by_alias=True), prints)
             with explain_os_errors(folder.path / "tokens.arrow"):
                 store = stored_tokens(inputs, folder, progress)
-            folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
             rows, output = job_rows(store), job.output
             with PartWriter(folder, rows, output.commit_rows, output.commit_seconds, output.compression) as writer:
                 for repair in writer.repairs:
@@ -102,6 +101,10 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                         f"answering {len(owed)} rows once more"
                         + (f"; {hopeless} have no prompt that a model could answer, which stays so" if hopeless else "")
                     )
+                standing = writer.expect(store.rows[owed], output.max_failed(store.num_rows))
+                folder.update_state(
+                    {"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False, **standing}
+                )
                 if resumed:
                     progress.say(
                         f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"

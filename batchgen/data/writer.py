@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from batchgen.data.budget import ErrorBudget
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
 from batchgen.data.job_rows import JobRows
@@ -45,6 +46,7 @@ class PartWriter:
         self.log = CommitLog(folder.commit_log)
         self.parts, self.repairs = recover(folder)
         self.ledger = Ledger(folder, self.parts, rows)
+        self.budget = ErrorBudget(None)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
 
@@ -59,10 +61,17 @@ class PartWriter:
         return len(self._waiting)
 
     def add(self, *completions: Completion) -> None:
-        """Take completions that belong into one part; commits if it is time. Raises BatchgenError if the disk refuses."""
+        """Take completions that belong into one part; commits if it is time.
+
+        Raises BatchgenError if the disk refuses, TooManyFailedRows, after a commit, if the error budget is spent.
+        """
         if not self._waiting:
             self._oldest_since = time.monotonic()
         self._waiting.extend(completions)
+        self.budget.count(completions)
+        if self.budget.is_spent:
+            self.commit()
+            self.budget.check()
         self.commit_if_due()
 
     def commit_if_due(self) -> bool:
@@ -99,6 +108,18 @@ class PartWriter:
     def close(self) -> None:
         """Commit the rest. Also right after an exception: a completion handed over is a finished row."""
         self.commit()
+
+    def expect(self, owed: np.ndarray, max_failed_rows: int | None = None) -> dict[str, int]:
+        """Say which rows (their positions) will be answered now. Returns what stands without them, for the folder's state.
+
+        Raises TooManyFailedRows if more of the others have failed than `max_failed_rows`.
+        """
+        standing = self.ledger.is_answered & ~np.isin(self.rows.rows, owed)
+        num_failed = int((standing & self.ledger.is_failed).sum())
+        self.budget = ErrorBudget(max_failed_rows, num_failed)
+        self.budget.check()
+        last_part = max((part.number for part in self.parts), default=0)
+        return {"standing_rows": int(standing.sum()), "standing_failed": num_failed, "standing_since_part": last_part}
 
     def finished(self) -> np.ndarray:
         """[n] int64: positions of the job's rows that were answered when this was opened."""

@@ -19,7 +19,7 @@ from batchgen.data.part import PART_SCHEMA, read_part
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import SCHEMA_VERSION
 from batchgen.data.writer import PartWriter
-from batchgen.errors import BatchgenError, CorruptRunError
+from batchgen.errors import BatchgenError, CorruptRunError, TooManyFailedRows
 from batchgen.records import Completion, FinishReason
 
 ROWS = some_rows(10)
@@ -79,6 +79,25 @@ def test_finished_and_how(folder, answer):
         )
     assert ledger.part_number.tolist() == [0, 3, 0, 2, 4, *[0] * 5]
     assert PartWriter(folder, ROWS).finished().tolist() == [1, 3, 4]
+
+
+def test_the_error_budget_counts_rows_and_commits_before_it_stops(folder, answer):
+    with PartWriter(folder, ROWS, commit_rows=100) as writer:
+        owed = np.array([5, 6, 7, 8, 9])
+        writer.expect(np.arange(10), 2)
+        writer.add(answer(0, 0, fault="x"), answer(0, 1, fault="x"))
+        writer.add(answer(1), answer(2, fault="x"))
+        with pytest.raises(
+            TooManyFailedRows, match=r"3 rows have failed, .* allows 2 \(in this run x: 3; row 0: row 0: x\)"
+        ):
+            writer.add(answer(3, fault="x"), answer(4))
+        assert writer.num_waiting == 0 and sum(part.num_rows for part in writer.parts) == 6
+    writer = PartWriter(folder, ROWS)
+    with pytest.raises(TooManyFailedRows, match=r"3 rows have failed, .* allows 2\. "):
+        writer.expect(owed, 2)
+    standing = {"standing_rows": 5, "standing_failed": 3, "standing_since_part": 1}
+    assert writer.expect(owed) == writer.expect(owed, 3) == standing
+    assert writer.expect(np.array([0, 2, 9]), 1) == standing | {"standing_rows": 3, "standing_failed": 1}
 
 
 def test_what_the_log_does_not_name_does_not_exist(folder, answer):

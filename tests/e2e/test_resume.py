@@ -44,6 +44,8 @@ def test_with_ids_the_input_may_change_in_any_way(here: Path, server: WarmServer
     outcome = server.run("run", job, cwd=here)
     assert outcome.code == 3 and "9 of 11 rows are done; the input has changed since" in outcome.stderr, outcome
     assert answered_now(here / "out") == 2 * 2
+    status = json.loads(server.run("status", "out", "--json", cwd=here).stdout)
+    assert (status["num_committed"], status["num_answers"], status["num_failed"]) == (22, 22, 2)
     assert server.run("run", job, "--set", "output.path=whole", cwd=here).code == 3
     assert answers(here / "out") == answers(here / "whole")
     for row in results(here / "out").to_pylist():
@@ -121,6 +123,8 @@ def test_only_truncated_with_a_longer_limit(here: Path, server: WarmServer) -> N
     assert outcome.code == 3 and f"answering {len(cut) - 2} rows once more" in outcome.stderr, outcome
     expected = before | {key: row for key, row in whole.items() if key[0] in cut}
     assert rows_by_id(here / "out") == expected
+    status = json.loads(server.run("status", "out", "--json", cwd=here).stdout)
+    assert (status["num_committed"], status["num_answers"], status["num_failed"]) == (24, 24, 2)
     (rerun,) = json.loads((here / "out/job.json").read_text())["history"]
     assert rerun["only"] == "truncated" and rerun["settings"] == {"sampling.max_tokens": 12} and rerun["finished"]
 
@@ -181,3 +185,42 @@ def test_bad_ways_to_ask_for_a_part(here: Path, server: WarmServer) -> None:
     for setting in ("sampling.n=3", "prompt.user='{{ id }}'", "input.limit=3"):
         outcome = server.run("run", job, "--only", "failed", "--set", setting, cwd=here)
         assert outcome.code == 2 and "may change sampling (but not n) and engine" in outcome.stderr, setting
+
+
+# ---- too many rows that fail -------------------------------------------------------------------------------------------
+
+
+def budget_job(here: Path, long: str, **engine: int) -> Path:
+    """Ten rows, of which the last three fail."""
+    write_asked(here / "rows.parquet", {f"r{i}": long if i > 6 else f"say {i}" for i in range(10)})
+    return write_job(here, engine={"max_running_requests": 2, **engine}, output={"path": "out", "commit_rows": 100})
+
+
+def test_the_error_budget_counts_rows_that_fail_before_the_engine(here: Path, server: WarmServer) -> None:
+    job = budget_job(here, "x" * 9000)
+    for limit in ("2", "29%"):
+        outcome = server.run("run", job, "--set", f"output.max_failed_rows={limit}", cwd=here)
+        assert outcome.code == 4 and "engine:" not in outcome.stderr, outcome
+        assert "3 rows have failed, and output.max_failed_rows allows 2" in outcome.error
+    assert "prompt_too_long: 3; row 7:" in server.run(
+        "run", job, "--restart", "--set", "output.max_failed_rows=2", cwd=here
+    ).error  # fmt: skip
+    status = json.loads(server.run("status", "out", "--json", cwd=here).stdout)
+    assert (status["num_committed"], status["num_failed"], status["is_finished"]) == (3, 3, False)
+    outcome = server.run("run", job, "--set", "output.max_failed_rows=30%", cwd=here)
+    assert outcome.code == 3 and "3 of 10 rows are done" in outcome.stderr and answered_now(here / "out") == 7
+
+
+def test_the_error_budget_counts_rows_that_fail_in_the_engine(here: Path, server: WarmServer) -> None:
+    """What had finished is committed, also where no commit was due."""
+    job = budget_job(here, "long " * 60, kv_memory=32 * 1024)
+    limit = ("--set", "output.max_failed_rows=2")
+    stopped = server.run("run", job, *limit, cwd=here)
+    assert stopped.code == 4 and "kv_memory_too_small: 3; row 7:" in stopped.error, stopped
+    again = server.run("run", job, *limit, cwd=here)
+    assert again.code == 4 and "3 rows have failed" in again.error and "engine:" not in again.stderr
+    assert server.run("run", job, cwd=here).code == 3
+    more_memory = ("--only", "failed", "--set", "engine.kv_memory=auto")
+    outcome = server.run("run", job, *limit, *more_memory, cwd=here)
+    assert outcome.code == 0 and answered_now(here / "out") == 3, "rows that are computed again have not failed yet"
+    assert results(here / "out")["status"].to_pylist() == ["ok"] * 10
