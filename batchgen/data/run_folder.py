@@ -209,6 +209,9 @@ class RunFolder:
                         f"{self.path}: in use by {holder}; wait for it or stop it, or give another output.path"
                     ) from None
                 time.sleep(0.05)
+        if not self.lock_file.exists() or not os.path.samestat(os.fstat(handle), os.stat(self.lock_file)):
+            os.close(handle)  # the lock of a folder that has another name now
+            raise RunFolderError(f"{self.path}: another process has moved it aside just now; run the same command again")
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
         return handle

@@ -139,6 +139,24 @@ def test_set_aside(tmp_path, holder):
         set_aside(tmp_path)
 
 
+def test_a_folder_that_is_moved_while_its_lock_is_waited_for(tmp_path, holder, monkeypatch):
+    """Else two --restart at a time: the second would get the lock of the old folder and move the new one."""
+    run = tmp_path / "run"
+
+    def move_and_release(_):
+        run.rename(tmp_path / "run.1")
+        run.mkdir()
+        (run / "LOCK").touch()
+        holder.kill()
+        holder.wait()
+        monkeypatch.undo()
+
+    monkeypatch.setattr(time, "sleep", move_and_release)
+    with pytest.raises(RunFolderError, match="has moved it aside just now"):
+        set_aside(run)
+    assert run.exists() and not (tmp_path / "run.2").exists()
+
+
 def test_a_rerun_is_recorded_and_goes_on(tmp_path):
     prints = {"sampling.max_tokens": 1, "sampling.n": 1, "engine.dtype": "float32", "prompt.user": "x"}
     with RunFolder(tmp_path / "run") as folder:
