@@ -43,8 +43,22 @@ def _bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _rows_or_share(value: Any) -> Any:
+    is_share = isinstance(value, str) and re.fullmatch(_SHARE, value)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is None or is_share or is_count:
+        return value
+    raise ValueError(f"must be a number of rows, a share of them such as 5%, or null, not {value!r}")
+
+
+_SHARE = r"^(100|\d{1,2}(\.\d+)?)%$"
 Text = Annotated[str, Field(min_length=1)]
 PositiveOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
+FailedRows = Annotated[
+    int | str | None,
+    BeforeValidator(_rows_or_share),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SHARE}, {"type": "null"}]}),
+]
 ByteSize = Annotated[
     Annotated[int, Field(ge=1024)] | Literal["auto"],
     BeforeValidator(_bytes),
@@ -211,10 +225,19 @@ class OutputSection(Section):
     commit_seconds: float = Field(
         30.0, gt=0, le=86_400, description="Commit after so many seconds, if there is anything to commit"
     )
+    max_failed_rows: FailedRows = Field(
+        None, description="Stop when more rows have failed: a number, or a share of all rows such as 5%; null never stops"
+    )
     rows_per_file: int = Field(1_000_000, ge=1, description="Rows in one file of results/")
     compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="Of all Parquet files written")
     prefix: str = Field("", description="Put before the names of the columns that batchgen adds")
     extract: ExtractSection | None = Field(None, description="Take a value out of each answer; null for none")
+
+    def max_failed(self, num_rows: int) -> int | None:
+        """max_failed_rows of a job of `num_rows`, as a number of rows."""
+        if not isinstance(self.max_failed_rows, str):
+            return self.max_failed_rows
+        return int(num_rows * float(self.max_failed_rows.removesuffix("%")) / 100)
 
 
 class EngineSection(Section):

@@ -126,3 +126,8 @@ class Part(NamedTuple):
     max_row: int = 0
     num_failed: int = 0  # answers whose status is not ok
     committed_at: float = 0.0  # seconds since 1970
+
+    @property
+    def number(self) -> int:
+        """7 of part-000007.parquet. Later parts have higher ones."""
+        return int(self.name[5:-8])

@@ -18,8 +18,9 @@ from batchgen.data.durable import explain_os_errors, write_atomically
 from batchgen.data.job_rows import JobRows
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import Reader, open_reader, require_columns
+from batchgen.data.rerun import Choice, rows_to_rerun
 from batchgen.data.rows import iter_rows, row_keys
-from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file
+from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file, set_aside
 from batchgen.data.schema import results_schema
 from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
@@ -67,28 +68,51 @@ class Inputs(NamedTuple):
         return min(self.job.sampling.max_tokens, self.max_model_len)
 
 
-def run_job(job: Job, progress: Progress | None = None) -> int:
-    """Run, or go on with, a job; returns the exit code. Raises BatchgenError subclasses for what a user can mend."""
+def run_job(job: Job, progress: Progress | None = None, restart: bool = False, only: Choice | None = None) -> int:
+    """Run, or go on with, a job; returns the exit code. Raises BatchgenError subclasses for what a user can mend.
+
+    `restart` moves what is in the run folder aside first; `only` answers these rows of a finished job once more.
+    """
     progress = progress or Progress()
     with StopSignals() as stop:
         progress.phase("open")
         inputs = open_inputs(job)
+        if restart and (aside := set_aside(job.output.path)) is not None:
+            progress.say(f"what was in {job.output.path} is now in {aside}")
         with RunFolder(job.output.path) as folder:
-            resumed = folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs))
+            prints = job_fingerprint(inputs)
+            if only is not None:
+                settings = folder.check_rerun(prints)
+            resumed = only is None and folder.begin(job.model_dump(mode="json", by_alias=True), prints)
             with explain_os_errors(folder.path / "tokens.arrow"):
                 store = stored_tokens(inputs, folder, progress)
-            folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
             rows, output = job_rows(store), job.output
             with PartWriter(folder, rows, output.commit_rows, output.commit_seconds, output.compression) as writer:
                 for repair in writer.repairs:
                     progress.say(repair)
+                if writer.repairs and folder.read().get("history"):
+                    progress.say("what an earlier --only answered in these parts falls back to the answers before it")
                 owed = rows_owed(store, writer)
+                if only is not None:
+                    chosen = rows_to_rerun(only, settings, folder, writer, inputs.reader, job.input.id_column)
+                    owed = np.flatnonzero(np.isin(store.rows, chosen) & (store.lengths > 0))
+                    hopeless = len(chosen) - len(owed)
+                    progress.say(
+                        f"answering {len(owed)} rows once more"
+                        + (f"; {hopeless} have no prompt that a model could answer, which stays so" if hopeless else "")
+                    )
+                standing = writer.expect(store.rows[owed], output.max_failed(store.num_rows))
+                folder.update_state(
+                    {"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False, **standing}
+                )
                 if resumed:
                     progress.say(
                         f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
                         + ("; the input has changed since" if folder.input_has_changed else "")
                     )
                 result = answer(inputs, store, owed, writer, progress, stop)
+            if only is not None:
+                folder.end_rerun()
             progress.phase("merge", store.num_rows, "row")
             merged = merge(inputs.reader, job, folder, rows, job.sampling.n)
             progress.close()
@@ -207,8 +231,7 @@ def job_rows(store: TokenStore) -> JobRows:
 
 def rows_owed(store: TokenStore, writer: PartWriter) -> np.ndarray:
     """[n] int64: entries of the store without committed answers. All samples of a row are committed together."""
-    done, _ = writer.finished()
-    return np.flatnonzero(~np.isin(store.rows, done))
+    return np.flatnonzero(~np.isin(store.rows, writer.finished()))
 
 
 def plan_rows(job: Job, store: TokenStore, entries: np.ndarray, sort: bool = True) -> Window:

@@ -83,7 +83,7 @@ class RunFolder:
                 raise RunFolderError(
                     f"{self.path}: this folder holds answers of another job:\n{_listed(refused)}"
                     + ("(without input.id_column files may be added, but not change)\n" if by_position else "")
-                    + "set these back to go on with it, or give another output.path to start anew"
+                    + "set these back to go on with it; or give another output.path, or --restart, to start anew"
                 )
             self.input_has_changed = bool(changed)
             if changed:
@@ -98,6 +98,43 @@ class RunFolder:
         record |= {"batchgen": __version__, "job": dict(job), "fingerprint": dict(fingerprint)}
         self._write(record)
         return resumed
+
+    def check_rerun(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+        """What a re-run of some rows has that differs from the job: key -> its value. Nothing is recorded.
+
+        Raises RunFolderError if there is no job here, or if more differs than sampling (but not n) and engine.
+        """
+        record = self.read()
+        self._refuse_old_format(record)
+        changed = _differences(record["fingerprint"], fingerprint)
+        refused = {
+            key: values
+            for key, values in changed.items()
+            if not key.startswith(("sampling.", "engine.")) or key == "sampling.n"
+        }
+        if refused:
+            raise RunFolderError(
+                f"{self.path}: a re-run of some rows may change sampling (but not n) and engine; more has changed:\n"
+                f"{_listed(refused)}set these back; or run without --only first if the input has changed"
+            )
+        return {key: None if new is _ABSENT else new for key, (_, new) in changed.items()}
+
+    def begin_rerun(self, only: str, settings: Mapping[str, Any], last_part: int) -> int:
+        """Record that a re-run begins after the part of number `last_part`; returns the number after which it began, which
+        is an earlier one if the same re-run was broken off."""
+        record = self.read()
+        history = record.setdefault("history", [])
+        latest = history[-1] if history else {"finished": True}
+        if latest["finished"] or (latest["only"], latest["settings"]) != (only, dict(settings)):
+            latest = {"only": only, "settings": dict(settings), "after_part": last_part, "finished": False}
+            history.append(latest | {"began_at": time.time()})
+            self._write(record)
+        return latest["after_part"]
+
+    def end_rerun(self) -> None:
+        record = self.read()
+        record["history"][-1]["finished"] = True
+        self._write(record)
 
     def check_input(self, files: Mapping[str, str]) -> None:
         """For a merge alone. Raises RunFolderError if the input's files (their part of the fingerprint) have changed."""
@@ -114,7 +151,7 @@ class RunFolder:
         if record["version"] < FORMAT_VERSION:
             raise RunFolderError(
                 f"{self.path}: made by batchgen {record['batchgen']}, whose parts do not say which prompt they answer; "
-                "go on with that version, or give another output.path"
+                "go on with that version, or begin anew with --restart"
             )
 
     def _forget_tokens(self) -> None:
@@ -172,9 +209,32 @@ class RunFolder:
                         f"{self.path}: in use by {holder}; wait for it or stop it, or give another output.path"
                     ) from None
                 time.sleep(0.05)
+        if not self.lock_file.exists() or not os.path.samestat(os.fstat(handle), os.stat(self.lock_file)):
+            os.close(handle)  # the lock of a folder that has another name now
+            raise RunFolderError(f"{self.path}: another process has moved it aside just now; run the same command again")
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
         return handle
+
+
+def set_aside(path: str | os.PathLike[str]) -> Path | None:
+    """Rename the run folder `path` to PATH.1, or the next number that is free; its new path, or None if there is no run.
+
+    Raises RunFolderError if it is in use or something else than a run folder, BatchgenError if the system refuses.
+    """
+    folder = Path(os.path.abspath(path))
+    if not folder.exists():
+        return None
+    with RunFolder(folder) as run:
+        if not run.job_file.exists():
+            return None
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        with explain_os_errors(aside):
+            os.rename(folder, aside)
+            fsync_folder(folder.parent)
+    return aside
 
 
 def read_job_file(path: Path) -> dict[str, Any]:

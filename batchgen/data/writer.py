@@ -13,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from batchgen.data.budget import ErrorBudget
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
 from batchgen.data.job_rows import JobRows
-from batchgen.data.part import part_table, read_part_columns
+from batchgen.data.ledger import Ledger
+from batchgen.data.part import part_table
 from batchgen.data.recover import next_number, recover
 from batchgen.data.run_folder import RunFolder
 from batchgen.records import Completion, Part, RowStatus
@@ -43,6 +45,8 @@ class PartWriter:
         self.compression = compression
         self.log = CommitLog(folder.commit_log)
         self.parts, self.repairs = recover(folder)
+        self.ledger = Ledger(folder, self.parts, rows)
+        self.budget = ErrorBudget(None)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
 
@@ -57,10 +61,17 @@ class PartWriter:
         return len(self._waiting)
 
     def add(self, *completions: Completion) -> None:
-        """Take completions that belong into one part; commits if it is time. Raises BatchgenError if the disk refuses."""
+        """Take completions that belong into one part; commits if it is time.
+
+        Raises BatchgenError if the disk refuses, TooManyFailedRows, after a commit, if the error budget is spent.
+        """
         if not self._waiting:
             self._oldest_since = time.monotonic()
         self._waiting.extend(completions)
+        self.budget.count(completions)
+        if self.budget.is_spent:
+            self.commit()
+            self.budget.check()
         self.commit_if_due()
 
     def commit_if_due(self) -> bool:
@@ -98,18 +109,21 @@ class PartWriter:
         """Commit the rest. Also right after an exception: a completion handed over is a finished row."""
         self.commit()
 
-    def finished(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows of the job are answered, in no useful order: rows [n] int64, sample indices [n] int32.
+    def expect(self, owed: np.ndarray, max_failed_rows: int | None = None) -> dict[str, int]:
+        """Say which rows (their positions) will be answered now. Returns what stands without them, for the folder's state.
 
-        Reads three columns of each part. Raises CorruptRunError for a part that cannot be read.
+        Raises TooManyFailedRows if more of the others have failed than `max_failed_rows`.
         """
-        rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        for part in self.parts:
-            table = read_part_columns(self.folder, part, ["row_key", "prompt_hash", "sample_index"])
-            index = self.rows.find(table["row_key"].to_numpy(), table["prompt_hash"].to_numpy())
-            rows.append(self.rows.rows[index[index >= 0]])
-            samples.append(table["sample_index"].to_numpy()[index >= 0])
-        return np.concatenate(rows), np.concatenate(samples)
+        standing = self.ledger.is_answered & ~np.isin(self.rows.rows, owed)
+        num_failed = int((standing & self.ledger.is_failed).sum())
+        self.budget = ErrorBudget(max_failed_rows, num_failed)
+        self.budget.check()
+        last_part = max((part.number for part in self.parts), default=0)
+        return {"standing_rows": int(standing.sum()), "standing_failed": num_failed, "standing_since_part": last_part}
+
+    def finished(self) -> np.ndarray:
+        """[n] int64: positions of the job's rows that were answered when this was opened."""
+        return self.rows.rows[self.ledger.is_answered]
 
     def _encode(self, table: pa.Table) -> memoryview:
         sink = pa.BufferOutputStream()

@@ -233,7 +233,7 @@ def test_answers_follow_key_and_prompt_to_where_the_row_is_now(write, read_input
     ids = [11, 6, 5, 4, 3, 10, 2, 1]
     now = some_rows(len(ids), ids=ids.__getitem__, prompt=lambda row: "other" if ids[row] == 4 else str(ids[row]))
     with PartWriter(folder, now, commit_rows=3) as writer:
-        done = sorted(writer.finished()[0].tolist())
+        done = sorted(writer.finished().tolist())
         assert [ids[row] for row in done] == [6, 5, 3, 2, 1]
         for row in set(range(len(ids))) - set(done):
             writer.add(answer(row, text=f"now {ids[row]}"))
@@ -243,7 +243,7 @@ def test_answers_follow_key_and_prompt_to_where_the_row_is_now(write, read_input
     told = [f"now {x}" if x in (11, 4, 10) else f"answer {x}.0" for x in ids]
     assert table["generated_text"].to_pylist() == told and table["row"].to_pylist() == list(range(len(ids)))
     with PartWriter(folder, before) as writer:  # and back: all ten answers are there still
-        assert sorted(writer.finished()[0].tolist()) == list(range(10))
+        assert sorted(writer.finished().tolist()) == list(range(10))
 
 
 def test_two_rows_of_one_key_are_refused():
@@ -309,7 +309,7 @@ def test_memory_does_not_grow_with_the_job(write, read_input, make_job, folder, 
         path = write(f"in/{num_rows}.parquet", {"x": [f"{i} {text[i % 50 :]}" for i in range(num_rows)]}, row_group_size=500)
         reader, job = read_input(path), make_job(path)
         with PartWriter(folder, ROWS, commit_rows=500) as writer:
-            done = set(writer.finished()[0].tolist())
+            done = set(writer.finished().tolist())
             for row in range(num_rows):
                 if row not in done:
                     writer.add(answer(row, text=text))

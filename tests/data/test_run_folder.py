@@ -9,7 +9,7 @@ import time
 import pytest
 from some_rows import some_rows
 
-from batchgen.data.run_folder import INPUT_FILE, RunFolder
+from batchgen.data.run_folder import INPUT_FILE, RunFolder, set_aside
 from batchgen.data.status import read_status
 from batchgen.data.writer import PartWriter
 from batchgen.errors import BatchgenError, CorruptRunError, RunFolderError
@@ -17,7 +17,7 @@ from batchgen.errors import BatchgenError, CorruptRunError, RunFolderError
 ROWS = some_rows(10)
 HOLD = """
 import sys
-from batchgen.data.run_folder import INPUT_FILE, RunFolder
+from batchgen.data.run_folder import INPUT_FILE, RunFolder, set_aside
 with RunFolder(sys.argv[1]):
     print("held", flush=True)
     input()
@@ -102,7 +102,7 @@ def test_how_the_input_may_change(tmp_path, files, needs_ids, id_column):
 def test_a_folder_of_an_older_format_is_refused(folder):
     folder.job_file.write_text(folder.job_file.read_text().replace('"version": 2', '"version": 1'))
     for use in (lambda: folder.begin({}, {}), lambda: folder.check_input({})):
-        with pytest.raises(RunFolderError, match=r"made by batchgen .* another output.path"):
+        with pytest.raises(RunFolderError, match=r"made by batchgen .* begin anew with --restart"):
             use()
 
 
@@ -120,6 +120,60 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "other/job.json").write_text('{"name": "x"}')
     with pytest.raises(RunFolderError, match=r"job.json is not batchgen's"), RunFolder(tmp_path / "other") as folder:
         folder.begin({}, {})
+
+
+def test_set_aside(tmp_path, holder):
+    run = tmp_path / "run"
+    with pytest.raises(RunFolderError, match="in use by process"):
+        set_aside(run)
+    holder.kill()
+    holder.wait()
+    assert set_aside(run) is None and set_aside(tmp_path / "none") is None
+    for number in (1, 2, 3):
+        with RunFolder(run) as folder:
+            folder.begin({"number": number}, {})
+        assert set_aside(f"{run}/") == tmp_path / f"run.{number}" and not run.exists()
+        assert RunFolder(tmp_path / f"run.{number}").read()["job"] == {"number": number}
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match="not a batchgen run"):
+        set_aside(tmp_path)
+
+
+def test_a_folder_that_is_moved_while_its_lock_is_waited_for(tmp_path, holder, monkeypatch):
+    """Else two --restart at a time: the second would get the lock of the old folder and move the new one."""
+    run = tmp_path / "run"
+
+    def move_and_release(_):
+        run.rename(tmp_path / "run.1")
+        run.mkdir()
+        (run / "LOCK").touch()
+        holder.kill()
+        holder.wait()
+        monkeypatch.undo()
+
+    monkeypatch.setattr(time, "sleep", move_and_release)
+    with pytest.raises(RunFolderError, match="has moved it aside just now"):
+        set_aside(run)
+    assert run.exists() and not (tmp_path / "run.2").exists()
+
+
+def test_a_rerun_is_recorded_and_goes_on(tmp_path):
+    prints = {"sampling.max_tokens": 1, "sampling.n": 1, "engine.dtype": "float32", "prompt.user": "x"}
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin({}, prints)
+    for key in ("sampling.n", "prompt.user", "input file a", "model.path"):
+        with pytest.raises(RunFolderError, match=rf"(?s)more has changed:\n  {key}: .*without --only"):
+            folder.check_rerun(prints | {"sampling.max_tokens": 2, key: "y"})
+    changed = folder.check_rerun(prints | {"sampling.max_tokens": 2, "engine.dtype": "bfloat16"})
+    assert changed == {"engine.dtype": "bfloat16", "sampling.max_tokens": 2}
+    assert folder.begin_rerun("failed", changed, 4) == folder.begin_rerun("failed", changed, 6) == 4
+    assert folder.begin_rerun("truncated", changed, 6) == 6
+    folder.end_rerun()
+    assert folder.begin_rerun("truncated", changed, 8) == 8
+    assert [(one["only"], one["finished"]) for one in folder.read()["history"]] == [
+        ("failed", False), ("truncated", True), ("truncated", False),
+    ]  # fmt: skip
+    assert folder.read()["fingerprint"] == prints
 
 
 def test_a_crash_before_job_json_does_not_lock_the_folder_out(tmp_path):

@@ -14,17 +14,19 @@ from some_rows import some_rows
 
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.job_rows import JobRows
+from batchgen.data.ledger import Ledger
 from batchgen.data.part import PART_SCHEMA, read_part
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import SCHEMA_VERSION
 from batchgen.data.writer import PartWriter
-from batchgen.errors import BatchgenError, CorruptRunError
+from batchgen.errors import BatchgenError, CorruptRunError, TooManyFailedRows
+from batchgen.records import Completion, FinishReason
 
 ROWS = some_rows(10)
 
 
 def committed(folder):
-    return sorted(PartWriter(folder, ROWS).finished()[0].tolist())
+    return sorted(PartWriter(folder, ROWS).finished().tolist())
 
 
 def test_a_part_holds_what_was_added_sorted_in_the_versioned_schema(folder, answer):
@@ -62,14 +64,40 @@ def test_commits_by_number_and_by_time(folder, answer, monkeypatch):
     assert writer.commit() is None
 
 
-def test_finished(folder, answer):
-    assert [array.tolist() for array in PartWriter(folder, ROWS).finished()] == [[], []]
+def test_finished_and_how(folder, answer):
+    assert PartWriter(folder, ROWS).finished().tolist() == []
+    cut = Completion(3, 1, np.arange(9, dtype=np.int32), "cut", FinishReason.LENGTH)
     with PartWriter(folder, ROWS, commit_rows=2) as writer:
-        for row in (4, 1, 3):
-            writer.add(answer(row, row % 2))
-    rows, samples = PartWriter(folder, ROWS).finished()
-    assert (rows.dtype, samples.dtype) == (np.int64, np.int32)
-    assert sorted(zip(rows.tolist(), samples.tolist())) == [(1, 1), (3, 1), (4, 0)]
+        for one in ([answer(4, 0), answer(4, 1, fault="x")], [answer(3, 0), cut], [answer(1)], [answer(4, 0), answer(4, 1)]):
+            writer.add(*one)
+            writer.commit()
+    for parts, failed, truncated in ((1, [4], []), (2, [4], [3]), (4, [], [3])):
+        ledger = Ledger(folder, writer.parts[:parts], ROWS)
+        assert (np.flatnonzero(ledger.is_failed).tolist(), np.flatnonzero(ledger.is_truncated).tolist()) == (
+            failed,
+            truncated,
+        )
+    assert ledger.part_number.tolist() == [0, 3, 0, 2, 4, *[0] * 5]
+    assert PartWriter(folder, ROWS).finished().tolist() == [1, 3, 4]
+
+
+def test_the_error_budget_counts_rows_and_commits_before_it_stops(folder, answer):
+    with PartWriter(folder, ROWS, commit_rows=100) as writer:
+        owed = np.array([5, 6, 7, 8, 9])
+        writer.expect(np.arange(10), 2)
+        writer.add(answer(0, 0, fault="x"), answer(0, 1, fault="x"))
+        writer.add(answer(1), answer(2, fault="x"))
+        with pytest.raises(
+            TooManyFailedRows, match=r"3 rows have failed, .* allows 2 \(in this run x: 3; row 0: row 0: x\)"
+        ):
+            writer.add(answer(3, fault="x"), answer(4))
+        assert writer.num_waiting == 0 and sum(part.num_rows for part in writer.parts) == 6
+    writer = PartWriter(folder, ROWS)
+    with pytest.raises(TooManyFailedRows, match=r"3 rows have failed, .* allows 2\. "):
+        writer.expect(owed, 2)
+    standing = {"standing_rows": 5, "standing_failed": 3, "standing_since_part": 1}
+    assert writer.expect(owed) == writer.expect(owed, 3) == standing
+    assert writer.expect(np.array([0, 2, 9]), 1) == standing | {"standing_rows": 3, "standing_failed": 1}
 
 
 def test_what_the_log_does_not_name_does_not_exist(folder, answer):
@@ -124,7 +152,7 @@ def test_a_damaged_part_is_set_aside_and_its_rows_are_owed(folder, answer, damag
         (repair,) = writer.repairs
         assert repair.startswith(f"{path}: {said}") and repair.endswith("its 2 answers are computed again")
         assert ("kept as damaged-part-000001.parquet" in repair) is is_kept
-        assert sorted(writer.finished()[0].tolist()) == [2, 3]
+        assert sorted(writer.finished().tolist()) == [2, 3]
         writer.add(answer(0), answer(1))
     assert PartWriter(folder, ROWS).repairs == [] and committed(folder) == [0, 1, 2, 3]
     kept = ["damaged-part-000001.parquet"] * is_kept
@@ -150,7 +178,7 @@ def test_a_damaged_record_costs_the_rows_of_its_part_only(folder, answer):
     folder.commit_log.write_bytes(lines[0] + lines[1].replace(b"part", b"tarp") + lines[2])
     writer = PartWriter(folder, ROWS)
     assert ["commit.log: 1 of its records are damaged" in repair for repair in writer.repairs] == [True]
-    assert sorted(writer.finished()[0].tolist()) == [0, 1, 4, 5]
+    assert sorted(writer.finished().tolist()) == [0, 1, 4, 5]
     assert folder.commit_log.read_bytes() == lines[0] + lines[2]
     names = ["damaged-part-000002.parquet", "part-000001.parquet", "part-000003.parquet"]
     assert sorted(os.listdir(folder.parts)) == names, "its part may be good, but nothing says so"
@@ -253,7 +281,7 @@ rows = JobRows.of(np.arange({NUM_ROWS}), np.arange({NUM_ROWS}, dtype=np.uint64),
 with RunFolder(sys.argv[1]) as folder:
     folder.begin({{}}, {{}})
     writer = PartWriter(folder, rows, commit_rows=5)
-    done = set(writer.finished()[0].tolist())
+    done = set(writer.finished().tolist())
     print(len(done), flush=True)
     for row in range({NUM_ROWS}):
         if row not in done:
@@ -282,7 +310,7 @@ def test_kill_9_at_random_moments(tmp_path):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = JobRows.of(np.arange(NUM_ROWS), np.arange(NUM_ROWS, dtype=np.uint64), [b""] * NUM_ROWS)
     with RunFolder(tmp_path / "run") as folder:
-        assert sorted(PartWriter(folder, rows).finished()[0].tolist()) == list(range(NUM_ROWS))
+        assert sorted(PartWriter(folder, rows).finished().tolist()) == list(range(NUM_ROWS))
         tables = [read_part(folder, part) for part in CommitLog(folder.commit_log).read()]
         texts = [text for table in tables for text in table["generated_text"].to_pylist()]
         assert sorted(texts) == sorted(f"answer {row}" for row in range(NUM_ROWS))
