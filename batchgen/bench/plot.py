@@ -20,32 +20,34 @@ ABOUT = {"ample": "everything fits", "scarce": "a tenth of the prompts' tokens f
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """One panel for each setting of KV memory; groups of bars by workload; a bar that ends in ">" was stopped there."""
+    """One panel for each setting of KV memory; groups of bars by workload; a bar labelled ">" was stopped there."""
     workloads = result["workloads"]
     settings = list(next(iter(workloads.values()))["settings"])
     keys = [f"{name} {order}".strip() for name, spec in SYSTEMS.items() for order in spec.orders]
     keys = [k for k in keys if any(_height(w["settings"][s], k) for w in workloads.values() for s in settings)]
     heights = [_height(w["settings"][s], k) for w in workloads.values() for s in settings for k in keys]
     top = 1.25 * max((h[0] for h in heights if h), default=1.0)
+    bottom = min([0.5, *(0.9 * h[0] for h in heights if h)])
     figure, panels = plt.subplots(len(settings), 1, figsize=(11, 3.4 * len(settings) + 0.6), sharex=True, squeeze=False)
     width = 0.84 / max(len(keys), 1)
     for panel, setting in zip(panels[:, 0], settings):
         for number, key in enumerate(keys):
-            name, _, order = key.partition(" ")
             for group, workload in enumerate(workloads.values()):
                 found = _height(workload["settings"][setting], key)
                 x = group + (number - (len(keys) - 1) / 2) * width
                 if found is None:
-                    panel.text(x, 0.55, "-", ha="center", va="bottom", fontsize=7, color=HUES[name])
+                    panel.text(
+                        x, 1.1 * bottom, "not run", ha="center", va="bottom", fontsize=6.5, rotation=90, color="#666666"
+                    )
                     continue
                 height, stopped = found
-                panel.bar(x, height, 0.92 * width, bottom=0, color=HUES[name], alpha=0.5 if order == "file order" else 1.0)
+                panel.bar(x, height, 0.92 * width, color=_color(key))
                 told = f">{height:.0f}" if stopped else f"{height:.1f}"
                 panel.text(x, height * 1.04, told, ha="center", va="bottom", fontsize=7)
         panel.axhline(1.0, color=HUES["batchgen"], linewidth=0.8, linestyle=":")
         panel.set_yscale("log")
-        panel.set_ylim(0.5, max(top, 2.0))
-        panel.set_yticks([t for t in (0.5, 1, 2, 5, 10, 20, 50) if t <= top], minor=False)
+        panel.set_ylim(bottom, max(top, 2.0))
+        panel.set_yticks([t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if bottom <= t <= top], minor=False)
         panel.yaxis.set_major_formatter("{x:g}x")
         panel.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         panel.set_ylabel("time / batchgen's time")
@@ -56,9 +58,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     last = panels[-1, 0]
     last.set_xticks(range(len(workloads)), list(workloads))
     last.tick_params(axis="x", length=0)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, color=HUES[k.split()[0]], alpha=0.5 if k.endswith("file order") else 1.0) for k in keys
-    ]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=_color(k)) for k in keys]
     figure.suptitle(
         "Same weights (float32), prompts, number of tokens out, KV memory and cores: lower is better", fontsize=11
     )
@@ -69,6 +69,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     plt.close(figure)
+
+
+def _color(key: str) -> tuple[float, float, float]:
+    name, _, order = key.partition(" ")
+    red, green, blue = matplotlib.colors.to_rgb(HUES[name])
+    share = 0.45 if order == "file order" else 1.0  # of the hue; the rest is white
+    return 1 - share * (1 - red), 1 - share * (1 - green), 1 - share * (1 - blue)
 
 
 def _height(setting: dict[str, Any], key: str) -> tuple[float, bool] | None:
