@@ -15,7 +15,8 @@ import json
 import sys
 from typing import Any, NamedTuple
 
-from batchgen.bench.__main__ import machine, show_profile
+from batchgen.bench.__main__ import machine
+from batchgen.bench.limits import show_profile
 from batchgen.bench.physics import seconds_on, time_best_linears
 from batchgen.bench.systems import BatchgenSystem, Run
 from batchgen.bench.workloads import load_workload
@@ -32,8 +33,8 @@ class Case(NamedTuple):
 CASES = {
     "few-shot": Case("96 rows with 8 worked examples, some 800 shared tokens, before each question", "gsm8k-8shot", 96, 64),
     "docqa": Case("96 questions on documents, six on each", "docqa", 96, 48),
-    "unshared": Case("64 questions with nothing in common", "no-sharing", 64, 64),
-    "decode-heavy": Case("64 short questions with long answers", "no-sharing", 64, 256),
+    "unshared": Case("64 questions with nothing in common", "gsm8k-0shot", 64, 64),
+    "decode-heavy": Case("64 short questions with long answers", "gsm8k-0shot", 64, 256),
 }
 TARGET = 0.75
 
