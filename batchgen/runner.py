@@ -6,7 +6,9 @@ Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detok
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from batchgen.errors import CorruptRunError, UsageError
 from batchgen.job import Job
 from batchgen.models.config import ModelConfig, kv_bytes_per_token
 from batchgen.models.loader import ModelFiles, eos_token_ids, fingerprint, load_config, load_decoder, resolve_model
+from batchgen.plan.partition import Partitioning, choose_partitioning, cut_large, merge_small
 from batchgen.plan.window import plan_window
 from batchgen.records import Completion, Prompt, RowFault, Window
 from batchgen.report.progress import Progress
@@ -36,9 +39,10 @@ from batchgen.report.summary import summary_lines
 from batchgen.signals import StopSignals
 from batchgen.text.detokenizer import Detokenizer
 from batchgen.text.template import PromptRenderer, RowFilter
-from batchgen.text.token_store import TokenStore, TokenStoreWriter
+from batchgen.text.token_store import TokenStore, TokenStoreWriter, remove_store
 from batchgen.text.tokenize import tokenize
 from batchgen.text.tokenizer import Tokenizer, load_tokenizer
+from batchgen.text.tokens_in_making import TokensInMaking
 
 EXIT_OK, EXIT_SOME_ROWS_FAILED = 0, 3
 
@@ -70,15 +74,18 @@ def run_job(job: Job, progress: Progress | None = None) -> int:
         inputs = open_inputs(job)
         with RunFolder(job.output.path) as folder:
             resumed = folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs))
-            store = stored_tokens(inputs, folder, progress)
-            folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False})
-            with PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer:
-                owed = rows_owed(store, writer)
+            folder.update_state({"num_samples": job.sampling.n, "finished": False})
+            with (
+                stored_tokens(inputs, folder, progress) as tokens,
+                PartWriter(folder, job.output.commit_rows, job.output.commit_seconds, job.output.compression) as writer,
+            ):
+                done = np.unique(writer.finished()[0])
                 if resumed:
-                    progress.say(
-                        f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
-                    )
-                result = answer(inputs, store, owed, writer, progress, stop)
+                    rows = "the rows" if tokens.num_rows is None else f"{tokens.num_rows} rows"
+                    progress.say(f"going on in {folder.path}: {len(done)} of {rows} are done")
+                result = answer(inputs, tokens, done, writer, progress, stop)
+                store = tokens.whole()
+            folder.update_state({"num_rows": store.num_rows})
             progress.phase("merge", store.num_rows, "row")
             merged = merge(inputs.reader, job, folder, np.sort(store.rows), job.sampling.n)
             progress.close()
@@ -155,74 +162,170 @@ def read_prompts(inputs: Inputs) -> Iterator[Prompt]:
                 return
 
 
-def stored_tokens(inputs: Inputs, folder: RunFolder, progress: Progress) -> TokenStore:
-    """The job's prompts as token ids: found in the run folder (whose fingerprint holds), or made."""
+def stored_tokens(inputs: Inputs, folder: RunFolder, progress: Progress) -> TokensInMaking:
+    """The job's prompts as token ids: found in the run folder (whose fingerprint holds), or made in the background."""
     path = folder.path / "tokens.arrow"
     try:
-        return TokenStore.open(path)
+        return TokensInMaking(TokenStore.open(path))
     except FileNotFoundError:
         pass
     except CorruptRunError as error:
         progress.say(f"{error}; tokenizing again")
-        path.unlink()
-    return make_token_store(inputs, path, progress)
+        remove_store(path)
+    return start_token_store(inputs, path, progress)
 
 
-def make_token_store(inputs: Inputs, path: Any, progress: Progress) -> TokenStore:
-    def counted() -> Iterator[Prompt]:
-        for prompt in read_prompts(inputs):
-            yield prompt
-            progress.update(1)
+def make_token_store(inputs: Inputs, path: Path, progress: Progress) -> TokenStore:
+    """Tokenize the whole job, and wait for it."""
+    with start_token_store(inputs, path, progress) as tokens:
+        return tokens.whole()
 
-    limit = inputs.job.input.limit
-    progress.phase("tokenize", min(inputs.reader.num_rows, limit or inputs.reader.num_rows), "row")
-    with TokenStoreWriter(path) as writer:
+
+def start_token_store(inputs: Inputs, path: Path, progress: Progress) -> TokensInMaking:
+    """Read, render and tokenize the job in a thread; where it outgrows the store's head, into partitions."""
+    num_rows = min(inputs.reader.num_rows, inputs.job.input.limit or inputs.reader.num_rows)
+
+    def partition(head: TokenStore) -> Partitioning:
+        return choose_partitioning(plan_rows(inputs.job, head, np.arange(head.num_rows)), num_rows)
+
+    def fill(writer: TokenStoreWriter, counted: Callable[[Iterator[Prompt]], Iterator[Prompt]]) -> None:
         tokenize(
-            counted(),
+            counted(read_prompts(inputs)),
             inputs.tokenizer,
             writer,
             add_special_tokens=inputs.renderer.add_special_tokens,
             max_prompt_tokens=inputs.max_model_len - 1,
             on_too_long=inputs.job.prompt.on_too_long,
         )
-    return TokenStore.open(path)
+
+    making = TokensInMaking()
+    making.start(path, partition, fill, lambda: progress.phase("tokenize", num_rows, "row"), progress.update)
+    return making
 
 
-def rows_owed(store: TokenStore, writer: PartWriter) -> np.ndarray:
-    """[n] int64: entries of the store without committed answers. All samples of a row are committed together."""
-    done, _ = writer.finished()
-    return np.flatnonzero(~np.isin(store.rows, done))
+def rows_owed(store: TokenStore, first: int, end: int, done: np.ndarray) -> np.ndarray:
+    """[n] int64: entries of [first, end) without committed answers; `done` is the sorted rows that have theirs.
+
+    All samples of a row are committed together.
+    """
+    rows = store.rows[first:end]
+    at = np.minimum(np.searchsorted(done, rows), max(len(done) - 1, 0))
+    is_done = done[at] == rows if len(done) else np.zeros(len(rows), bool)
+    return first + np.flatnonzero(~is_done)
 
 
 def plan_rows(job: Job, store: TokenStore, entries: np.ndarray, sort: bool = True) -> Window:
-    """The window of those entries of the store that have tokens."""
+    """The window of those entries ([n] int64, increasing) of the store that have tokens. Their tokens are in memory."""
     healthy = entries[store.lengths[entries] > 0]
-    return plan_window(store.tokens, healthy, store.lengths[healthy], job.engine.block_size, sort)
+    first, end = (int(healthy[0]), int(healthy[-1]) + 1) if len(healthy) else (0, 0)
+    return plan_window(store.pack(first, end), healthy, store.lengths[healthy], job.engine.block_size, sort)
+
+
+def entry_ranges(tokens: TokensInMaking) -> Iterator[tuple[TokenStore, int, int]]:
+    """What is planned together, as ranges of entries of a store: the head as soon as it is there, then, when all rows have
+    been read, the partitions."""
+    head = tokens.head()
+    yield head, 0, int(head.file_starts[1])
+    store = tokens.whole()
+    starts = store.file_starts[1:]
+    num_tokens = [int(store.lengths[a:b].sum(dtype=np.int64)) for a, b in pairwise(starts.tolist())]
+    for files in merge_small(np.diff(starts).tolist(), num_tokens):
+        begin, end = int(starts[files.start]), int(starts[files.stop])
+        for first, last in cut_large(begin, store.lengths[begin:end]):
+            yield store, first, last
 
 
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 
-class EngineResult(NamedTuple):
-    num_answered: int
-    num_prompt_tokens: int  # of the rows that went through the engine
-    num_planned: int  # prompt tokens that the plan said would be computed
-    engine: Engine | None
+@dataclass
+class EngineResult:
+    num_answered: int = 0
+    num_prompt_tokens: int = 0  # of the rows that went through the engine
+    num_planned: int = 0  # prompt tokens that the plan said would be computed
+    engine: Engine | None = None
+
+
+class Loaded(NamedTuple):
+    """The engine with its weights, and how it answers."""
+
+    engine: Engine
+    scheduler_config: SchedulerConfig
+    sampling: SamplingConfig
+    detokenizer: Detokenizer
 
 
 def answer(
-    inputs: Inputs, store: TokenStore, owed: np.ndarray, writer: PartWriter, progress: Progress, stop: StopSignals
+    inputs: Inputs, tokens: TokensInMaking, done: np.ndarray, writer: PartWriter, progress: Progress, stop: StopSignals
 ) -> EngineResult:
-    """Answer every owed entry of the store and hand the answers to the writer, row by row."""
-    job, n = inputs.job, inputs.job.sampling.n
-    is_owed = np.isin(np.arange(store.num_rows), owed)
-    faults = {i: fault for i, fault in store.faults().items() if is_owed[i]}
-    for i, fault in faults.items():
-        writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(n)))
-    window = plan_rows(job, store, owed)
-    if len(window) == 0:
-        return EngineResult(len(faults) * n, 0, 0, None)
+    """Answer every row but those in `done` (sorted), window by window, and hand the answers to the writer, row by row.
 
+    A window is planned when its turn comes, so one is in memory at a time. The batch drains between two windows: a few
+    hundred steps of a smaller batch against the hundred thousand rows of a window.
+    """
+    job, n = inputs.job, inputs.job.sampling.n
+    result, meter = EngineResult(), Meter(n, inputs.max_tokens, progress)
+    loaded: Loaded | None = None
+    for store, first, end in entry_ranges(tokens):
+        owed = rows_owed(store, first, end, done)
+        faults = store.faults(owed)
+        for i, fault in faults.items():
+            writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(n)))
+        result.num_answered += len(faults) * n
+        window = plan_rows(job, store, owed)
+        if len(window) == 0:
+            continue
+        if loaded is None:
+            loaded = load_engine(inputs, window, tokens.num_rows is None or end < tokens.num_rows, progress)
+        meter.window(window)
+        with stop.deferred():
+            answer_window(window, store, loaded, n, writer, meter, lambda: stop.received is not None or tokens.failed)
+            writer.commit()
+        result.num_prompt_tokens += int(window.lengths.sum(dtype=np.int64)) * n
+    return EngineResult(
+        result.num_answered + meter.num_finished,
+        result.num_prompt_tokens,
+        meter.num_planned,
+        loaded.engine if loaded else None,
+    )
+
+
+def answer_window(
+    window: Window,
+    store: TokenStore,
+    loaded: Loaded,
+    n: int,
+    writer: PartWriter,
+    meter: Meter,
+    should_stop: Callable[[], bool],
+) -> None:
+    detokenizer = loaded.detokenizer
+
+    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
+        meter.step(step, scheduler)
+        writer.commit_if_due()
+
+    samples: dict[int, list[Completion]] = {}
+    for finished in loaded.engine.generate(
+        window,
+        loaded.scheduler_config,
+        loaded.sampling,
+        store.row_keys[window.index],
+        hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
+        should_stop=should_stop,
+        on_step=after_step,
+    ):
+        row = int(store.rows[window.index[finished.position]])
+        of_row = samples.setdefault(row, [])
+        of_row.append(complete(row, finished, detokenizer))
+        meter.finished(finished)
+        if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
+            writer.add(*samples.pop(row))
+
+
+def load_engine(inputs: Inputs, window: Window, more_follow: bool, progress: Progress) -> Loaded:
+    """The engine, its pool sized for `window`; with more_follow, for any window."""
+    job, n = inputs.job, inputs.job.sampling.n
     progress.phase("load")
     device = choose_device(job.engine.device)
     threads = prepare_cpu(job.engine.threads)
@@ -235,7 +338,7 @@ def answer(
     model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len)
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
-        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n,
+        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n, more_follow,
     )  # fmt: skip
     engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
     progress.close()
@@ -266,31 +369,7 @@ def answer(
     chosen = job.sampling
     sampling = SamplingConfig(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed, chosen.min_p)
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
-    meter = Meter(window, n, inputs.max_tokens, progress)
-
-    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
-        meter.step(step, scheduler)
-        writer.commit_if_due()
-
-    samples: dict[int, list[Completion]] = {}
-    with stop.deferred():
-        for finished in engine.generate(
-            window,
-            scheduler_config,
-            sampling,
-            store.row_keys[window.index],
-            hits_stop=detokenizer.hits_stop if job.sampling.stop else None,
-            should_stop=lambda: stop.received is not None,
-            on_step=after_step,
-        ):
-            row = int(store.rows[window.index[finished.position]])
-            of_row = samples.setdefault(row, [])
-            of_row.append(complete(row, finished, detokenizer))
-            meter.finished(finished)
-            if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
-                writer.add(*samples.pop(row))
-        writer.commit()
-    return EngineResult(meter.num_finished + len(faults) * n, int(window.lengths.sum()) * n, window.num_computed(), engine)
+    return Loaded(engine, scheduler_config, sampling, detokenizer)
 
 
 def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completion:
@@ -313,12 +392,16 @@ def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completi
 class Meter:
     """Turns steps and finished requests into progress: tokens to compute, known for prompts, estimated for answers."""
 
-    def __init__(self, window: Window, num_samples: int, max_tokens: int, progress: Progress) -> None:
-        self.num_requests, self.max_tokens = len(window) * num_samples, max_tokens
-        self.num_planned = window.num_computed()
-        self.num_finished = self.num_output = 0
-        self.num_rows, self.num_samples, self.progress = len(window), num_samples, progress
-        progress.phase("run", self.num_planned + self.num_requests * max_tokens)
+    def __init__(self, num_samples: int, max_tokens: int, progress: Progress) -> None:
+        self.num_samples, self.max_tokens, self.progress = num_samples, max_tokens, progress
+        self.num_rows = self.num_planned = self.num_finished = self.num_output = self.num_stepped = 0
+
+    def window(self, window: Window) -> None:
+        """Another window begins."""
+        self.num_rows += len(window)
+        self.num_planned += window.num_computed()
+        self.progress.phase("run", self.num_planned + self.num_rows * self.num_samples * self.max_tokens)
+        self.progress.update(self.num_stepped)
 
     def step(self, step: StepPlan, scheduler: Scheduler) -> None:
         counts = scheduler.stats
@@ -328,8 +411,11 @@ class Meter:
             f"hits {counts.num_cached / max(seen, 1):.0%}, prefill {counts.num_prefill:,} decode {counts.num_decode:,}"
         )
         mean_output = self.num_output / self.num_finished if self.num_finished else self.max_tokens
-        total = self.num_planned + counts.num_recomputed + int(self.num_requests * max(mean_output - 1, 0))
-        self.progress.update(int(step.num_scheduled.sum()), facts, total)
+        num_requests = self.num_rows * self.num_samples
+        total = self.num_planned + counts.num_recomputed + int(num_requests * max(mean_output - 1, 0))
+        num_tokens = int(step.num_scheduled.sum())
+        self.num_stepped += num_tokens
+        self.progress.update(num_tokens, facts, total)
 
     def finished(self, finished: Finished) -> None:
         self.num_finished += 1
