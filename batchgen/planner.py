@@ -11,11 +11,10 @@ import numpy as np
 from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_kv_dtype, choose_size
 from batchgen.job import Job
 from batchgen.models.config import kv_bytes_per_token, num_matmul_parameters
-from batchgen.plan.duplicates import repeats
+from batchgen.plan.duplicates import Distinct
 from batchgen.plan.estimate import length_figures, lru_computed
-from batchgen.records import Window
+from batchgen.prompts import Inputs, make_token_store, open_inputs, plan_requests, plan_rows, sampling_config
 from batchgen.report.progress import Progress
-from batchgen.runner import Inputs, make_token_store, open_inputs, plan_rows
 from batchgen.signals import StopSignals
 from batchgen.text.token_store import TokenStore
 
@@ -32,9 +31,9 @@ def plan_job(job: Job) -> list[str]:
         store = make_token_store(inputs, Path(folder) / "tokens.arrow", progress)
         progress.phase("plan")
         lines = describe_rows(store) + describe_first_prompt(inputs, store)
-        window = plan_rows(job, store, np.arange(store.num_rows))
-        if len(window):
-            lines += describe_window(inputs, store, window)
+        distinct, n = plan_requests(job, plan_rows(job, store, np.arange(store.num_rows)))
+        if len(distinct.window):
+            lines += describe_window(inputs, store, distinct, n)
         progress.close()
         return lines
 
@@ -62,17 +61,23 @@ def describe_first_prompt(inputs: Inputs, store: TokenStore) -> list[str]:
     return [f"prompt      of row {store.rows[healthy[0]]}, {len(ids)} tokens, ids {ends}", *lines]
 
 
-def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[str]:
-    job, n = inputs.job, inputs.job.sampling.n
-    figures = length_figures(window.lengths)
-    room = inputs.max_model_len - window.lengths
+def describe_window(inputs: Inputs, store: TokenStore, distinct: Distinct, n: int) -> list[str]:
+    """n: samples that are computed of each row."""
+    job, window, num_rows = inputs.job, distinct.window, len(distinct.entries)
+    figures = length_figures(store.lengths[distinct.entries])
+    room = inputs.max_model_len - store.lengths[distinct.entries]
     cut = int((room < inputs.max_tokens).sum())
     lines = [
         f"prompts     {figures.total:,} tokens; mean {figures.mean:.0f}, median {figures.median:.0f}, "
         f"95 % below {figures.p95:.0f}, longest {figures.longest}; the model takes {inputs.max_model_len}",
-        f"answers     up to {inputs.max_tokens} tokens each, {n} for each row"
+        f"answers     up to {inputs.max_tokens} tokens each, {job.sampling.n} for each row"
         + (f"; {cut:,} rows have less room than that in the model" if cut else ""),
-        f"duplicates  {int(repeats(window).sum()):,} rows repeat an earlier prompt",
+        f"requests    {len(window) * n:,}; "
+        + (
+            f"{num_rows - len(window):,} rows repeat an earlier prompt and get its answer"
+            if sampling_config(job).is_greedy
+            else "each answer is drawn for itself, of equal prompts too"
+        ),
     ]
     device = choose_device(job.engine.device)
     dtype = choose_dtype(job.engine.dtype, device)
@@ -87,7 +92,7 @@ def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[s
     in_file = plan_rows(job, store, np.arange(min(store.num_rows, FILE_ORDER_ROWS)), sort=False)
     cached_blocks = size.num_blocks - 1
     in_file_saved = 1 - lru_computed(in_file, cached_blocks) / int(in_file.lengths.sum())
-    part = "" if len(in_file) == len(window) else f" (first {len(in_file):,} rows)"
+    part = "" if len(in_file) == num_rows else f" (first {len(in_file):,} rows)"
     lines += [
         f"prefix      {1 - computed / figures.total:.1%} of prompt tokens saved in plan order ({computed:,} to compute); "
         f"in file order with an LRU cache of the same memory {in_file_saved:.1%}{part}",

@@ -1,71 +1,33 @@
 """run_job: the straight line from a job file to merged results. The file to read first.
 
 Job -> Reader -> Template -> Tokenizer -> Token store -> Plan -> Engine -> Detokenize -> PartWriter -> Merge -> Report
+       prompts.py ..................................   answering.py .............................
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from batchgen_kernels import select_ops
 
-from batchgen.data.durable import explain_os_errors, write_atomically
-from batchgen.data.job_rows import JobRows
+from batchgen.answering import EngineResult, answer
+from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
-from batchgen.data.reader import Reader, open_reader, require_columns
+from batchgen.data.reader import open_reader
 from batchgen.data.rerun import Choice, rows_to_rerun
-from batchgen.data.rows import iter_rows, row_keys
 from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file, set_aside
-from batchgen.data.schema import results_schema
 from batchgen.data.writer import PartWriter
-from batchgen.engine.engine import Engine
-from batchgen.engine.sampler import SamplingConfig
-from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, prepare_cpu
-from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
-from batchgen.errors import CorruptRunError, UsageError
+from batchgen.errors import CorruptRunError
 from batchgen.job import Job
-from batchgen.models.config import ModelConfig, kv_bytes_per_token
-from batchgen.models.loader import ModelFiles, eos_token_ids, fingerprint, load_config, load_decoder, resolve_model
-from batchgen.plan.window import plan_window
-from batchgen.plan.work import Work
-from batchgen.records import Completion, Prompt, RowFault, Window
+from batchgen.prompts import job_fingerprint, job_rows, open_inputs, stored_tokens
 from batchgen.report.progress import Progress
-from batchgen.report.roofline import calibrate, model_shape, roofline
 from batchgen.report.summary import summary_lines
 from batchgen.signals import StopSignals
-from batchgen.text.detokenizer import Detokenizer
-from batchgen.text.template import PromptRenderer, RowFilter
-from batchgen.text.token_store import TokenStore, TokenStoreWriter
-from batchgen.text.tokenize import tokenize
-from batchgen.text.tokenizer import Tokenizer, load_tokenizer
+from batchgen.text.token_store import TokenStore
 
 EXIT_OK, EXIT_SOME_ROWS_FAILED = 0, 3
-CALIBRATION_SHARE = 0.02  # of the time in the engine, to measure what the device allows
-
-
-class Inputs(NamedTuple):
-    """All that a job reads but its weights. Whatever can be refused is refused while this is made."""
-
-    job: Job
-    reader: Reader
-    files: ModelFiles
-    tokenizer_files: ModelFiles
-    config: ModelConfig
-    tokenizer: Tokenizer
-    renderer: PromptRenderer
-    row_filter: RowFilter | None
-    max_model_len: int
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest answer: what is asked for, but no more than the model takes."""
-        return min(self.job.sampling.max_tokens, self.max_model_len)
 
 
 def run_job(job: Job, progress: Progress | None = None, restart: bool = False, only: Choice | None = None) -> int:
@@ -81,39 +43,37 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
             progress.say(f"what was in {job.output.path} is now in {aside}")
         with RunFolder(job.output.path) as folder:
             prints = job_fingerprint(inputs)
-            if only is not None:
-                settings = folder.check_rerun(prints)
+            settings = {} if only is None else folder.check_rerun(prints)
             resumed = only is None and folder.begin(job.model_dump(mode="json", by_alias=True), prints)
-            with explain_os_errors(folder.path / "tokens.arrow"):
-                store = stored_tokens(inputs, folder, progress)
-            rows, output = job_rows(store), job.output
-            with PartWriter(folder, rows, output.commit_rows, output.commit_seconds, output.compression) as writer:
-                for repair in writer.repairs:
-                    progress.say(repair)
-                if writer.repairs and folder.read().get("history"):
-                    progress.say("what an earlier --only answered in these parts falls back to the answers before it")
-                owed = rows_owed(store, writer)
-                if only is not None:
-                    chosen = rows_to_rerun(only, settings, folder, writer, inputs.reader, job.input.id_column)
-                    owed = np.flatnonzero(np.isin(store.rows, chosen) & (store.lengths > 0))
-                    hopeless = len(chosen) - len(owed)
-                    progress.say(
-                        f"answering {len(owed)} rows once more"
-                        + (f"; {hopeless} have no prompt that a model could answer, which stays so" if hopeless else "")
-                    )
-                standing = writer.expect(store.rows[owed], output.max_failed(store.num_rows))
-                folder.update_state(
-                    {"num_rows": store.num_rows, "num_samples": job.sampling.n, "finished": False, **standing}
-                )
-                if resumed:
-                    progress.say(
-                        f"going on in {folder.path}: {store.num_rows - len(owed)} of {store.num_rows} rows are done"
-                        + ("; the input has changed since" if folder.input_has_changed else "")
-                    )
-                result = answer(inputs, store, owed, writer, progress, stop)
+            folder.update_state({"num_samples": job.sampling.n, "finished": False})
+            with stored_tokens(inputs, folder, progress) as tokens:
+                store, output = tokens.head() if only is None else tokens.whole(), job.output
+                with PartWriter(
+                    folder, job_rows(store), output.commit_rows, output.commit_seconds, output.compression
+                ) as writer:
+                    for repair in writer.repairs:
+                        progress.say(repair)
+                    if writer.repairs and folder.read().get("history"):
+                        progress.say("what an earlier --only answered in these parts falls back to the answers before it")
+                    chosen = None
+                    if only is not None:
+                        chosen = rows_to_rerun(only, settings, folder, writer, inputs.reader, job.input.id_column)
+                        chosen, hopeless = with_prompts(store, chosen)
+                        progress.say(
+                            f"answering {len(chosen)} rows once more"
+                            + (f"; {hopeless} have no prompt that a model could answer, which stays so" if hopeless else "")
+                        )
+                    if resumed:
+                        of = "" if tokens.num_rows is None else f" of {tokens.num_rows}"
+                        progress.say(
+                            f"going on in {folder.path}: {len(writer.finished())}{of} rows are done"
+                            + ("; the input has changed since" if folder.input_has_changed else "")
+                        )
+                    result = answer(inputs, tokens, writer, chosen, progress, stop)
+                    rows = writer.rows
             if only is not None:
                 folder.end_rerun()
-            progress.phase("merge", store.num_rows, "row")
+            progress.phase("merge", len(rows), "row")
             merged = merge(inputs.reader, job, folder, rows, job.sampling.n)
             progress.close()
             summary = summarize(merged, result, progress.seconds)
@@ -125,283 +85,10 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
     return EXIT_OK if merged.by_status.keys() <= {"ok"} else EXIT_SOME_ROWS_FAILED
 
 
-# ---- before the engine ----------------------------------------------------------------------------------------------
-
-
-def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
-    """Open data, tokenizer and templates and check them against each other."""
-    reader = open_reader(job.input)
-    row_filter = RowFilter(job.input.where) if job.input.where is not None else None
-    for column in sorted(row_filter.columns) if row_filter else ():
-        require_columns(reader.schema, {"input.where": column})
-    if job.output.extract is not None and job.output.extract.expected is not None:
-        require_columns(reader.schema, {"output.extract.expected": job.output.extract.expected})
-    results_schema(reader.schema, job)
-    files = resolve_model(job.model.path, job.model.revision, with_weights=with_weights)
-    config = load_config(files)
-    tokenizer_files = files
-    if job.model.tokenizer is not None:
-        tokenizer_files = resolve_model(job.model.tokenizer, with_weights=False)
-    tokenizer = load_tokenizer(tokenizer_files.folder)
-    renderer = PromptRenderer(job.prompt, tokenizer)
-    for column in sorted(renderer.columns):
-        require_columns(reader.schema, {"prompt": column})
-    max_model_len = min(job.model.max_model_len or config.max_supported_len, config.max_supported_len)
-    return Inputs(job, reader, files, tokenizer_files, config, tokenizer, renderer, row_filter, max_model_len)
-
-
-def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
-    """Everything that changes an answer: a run folder goes on only with the same."""
-    job = inputs.job
-    prints = job.settings_that_change_answers()
-    # the content of model and tokenizer counts, not where they lie
-    for name in ("model.path", "model.revision", "model.tokenizer"):
-        prints.pop(name)
-    prints["engine.dtype"] = str(choose_dtype(job.engine.dtype, choose_device(job.engine.device))).removeprefix("torch.")
-    prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
-    if job.model.tokenizer is not None:
-        prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}
-    return prints | {INPUT_FILE + name: value for name, value in inputs.reader.fingerprint().items()}
-
-
-def read_prompts(inputs: Inputs) -> Iterator[Prompt]:
-    """The job's rows as prompts, in input order: those that input.where keeps, at most input.limit."""
-    job, row_filter, renderer = inputs.job, inputs.row_filter, inputs.renderer
-    columns = sorted(renderer.columns | (row_filter.columns if row_filter else set()))
-    id_column = job.input.id_column
-    num_taken = 0
-    for source in inputs.reader.batches(sorted({*columns, *([id_column] if id_column else [])})):
-        ids = source.batch.column(id_column) if id_column else None
-        keys = row_keys(source.source, source.source_row, source.batch.num_rows, ids).tolist()
-        for i, row in enumerate(iter_rows(source.batch, columns)):
-            position, key = source.row + i, keys[i]
-            if isinstance(row, RowFault):
-                prompt = Prompt(position, key, fault=row)
-            elif (kept := row_filter.keeps(row) if row_filter else True) is True:
-                prompt = renderer.render(row, position, key)
-            elif kept is False:
-                continue
-            else:
-                prompt = Prompt(position, key, fault=kept)
-            yield prompt
-            num_taken += 1
-            if num_taken == job.input.limit:
-                return
-
-
-def stored_tokens(inputs: Inputs, folder: RunFolder, progress: Progress) -> TokenStore:
-    """The job's prompts as token ids: found in the run folder (whose fingerprint holds), or made."""
-    path = folder.path / "tokens.arrow"
-    try:
-        return TokenStore.open(path)
-    except FileNotFoundError:
-        pass
-    except CorruptRunError as error:
-        progress.say(f"{error}; tokenizing again")
-        path.unlink()
-    return make_token_store(inputs, path, progress)
-
-
-def make_token_store(inputs: Inputs, path: Any, progress: Progress) -> TokenStore:
-    def counted() -> Iterator[Prompt]:
-        for prompt in read_prompts(inputs):
-            yield prompt
-            progress.update(1)
-
-    limit = inputs.job.input.limit
-    progress.phase("tokenize", min(inputs.reader.num_rows, limit or inputs.reader.num_rows), "row")
-    with TokenStoreWriter(path) as writer:
-        tokenize(
-            counted(),
-            inputs.tokenizer,
-            writer,
-            add_special_tokens=inputs.renderer.add_special_tokens,
-            max_prompt_tokens=inputs.max_model_len - 1,
-            on_too_long=inputs.job.prompt.on_too_long,
-        )
-    return TokenStore.open(path)
-
-
-def job_rows(store: TokenStore) -> JobRows:
-    """Who the rows are and what they ask, so that committed answers find them."""
-    faults = store.faults()
-    prompts = ("\0".join(faults[i]).encode() if i in faults else store.tokens(i) for i in range(store.num_rows))
-    return JobRows.of(store.rows, store.row_keys, prompts)
-
-
-def rows_owed(store: TokenStore, writer: PartWriter) -> np.ndarray:
-    """[n] int64: entries of the store without committed answers. All samples of a row are committed together."""
-    return np.flatnonzero(~np.isin(store.rows, writer.finished()))
-
-
-def plan_rows(job: Job, store: TokenStore, entries: np.ndarray, sort: bool = True) -> Window:
-    """The window of those entries of the store that have tokens."""
-    healthy = entries[store.lengths[entries] > 0]
-    return plan_window(store.tokens, healthy, store.lengths[healthy], job.engine.block_size, sort)
-
-
-# ---- the engine -----------------------------------------------------------------------------------------------------
-
-
-class EngineResult(NamedTuple):
-    num_answered: int
-    num_prompt_tokens: int  # of the rows that went through the engine
-    num_planned: int  # prompt tokens that the plan said would be computed
-    engine: Engine | None
-    limits: dict[str, float] | None = None  # see report/roofline.py
-
-
-def answer(
-    inputs: Inputs, store: TokenStore, owed: np.ndarray, writer: PartWriter, progress: Progress, stop: StopSignals
-) -> EngineResult:
-    """Answer every owed entry of the store and hand the answers to the writer, row by row."""
-    job, n = inputs.job, inputs.job.sampling.n
-    is_owed = np.isin(np.arange(store.num_rows), owed)
-    faults = {i: fault for i, fault in store.faults().items() if is_owed[i]}
-    for i, fault in faults.items():
-        writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(n)))
-    window = plan_rows(job, store, owed)
-    if len(window) == 0:
-        return EngineResult(len(faults) * n, 0, 0, None)
-
-    progress.phase("load")
-    device = choose_device(job.engine.device)
-    threads = prepare_cpu(job.engine.threads)
-    dtype = choose_dtype(job.engine.dtype, device)
-    kv_dtype = choose_kv_dtype(job.engine.kv_dtype, dtype)
-    try:
-        ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
-    except ValueError as error:
-        raise UsageError(f"engine: {error}") from None
-    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, writer.folder.state.get("products"))
-    writer.folder.update_state({"products": model.products})  # for the same bits when the run is resumed
-    size = choose_size(
-        device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
-        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n,
-    )  # fmt: skip
-    engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
-    progress.close()
-    progress.say(
-        f"engine: {device} with {threads} threads, {str(dtype).removeprefix('torch.')}, backend {ops.backend} "
-        f"({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
-        f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
-    )
-    for choice in ops.choices:
-        if choice.implementation != ops.backend:
-            progress.say(f"engine: {choice.op} runs on {choice.implementation}, because {choice.reason}")
-
-    eos = frozenset(job.sampling.stop_token_ids)
-    if not job.sampling.ignore_eos:
-        eos |= eos_token_ids(inputs.files)
-    # torch's attention reads a cache of another dtype request by request
-    shares_reads = ops.shares_prefix_reads and (kv_dtype == dtype or ops.backend != "torch")
-    scheduler_config = SchedulerConfig(
-        max_num_batched_tokens=size.max_num_batched_tokens,
-        max_running_requests=size.max_running_requests,
-        max_model_len=inputs.max_model_len,
-        max_tokens=inputs.max_tokens,
-        num_samples=n,
-        eos_token_ids=eos,
-        prefix_cache=job.engine.prefix_cache,
-        prefix_groups=job.engine.prefix_cache and shares_reads,
-    )
-    chosen = job.sampling
-    sampling = SamplingConfig(chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed, chosen.min_p)
-    detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
-    meter = Meter(window, n, inputs.max_tokens, progress)
-
-    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
-        meter.step(step, scheduler)
-        writer.commit_if_due()
-
-    samples: dict[int, list[Completion]] = {}
-    began = time.perf_counter()
-    with stop.deferred():
-        for finished in engine.generate(
-            window,
-            scheduler_config,
-            sampling,
-            store.row_keys[window.index],
-            hits_stop=detokenizer.hits_stop if job.sampling.stop else None,
-            should_stop=lambda: stop.received is not None,
-            on_step=after_step,
-        ):
-            row = int(store.rows[window.index[finished.position]])
-            of_row = samples.setdefault(row, [])
-            of_row.append(complete(row, finished, detokenizer))
-            meter.finished(finished)
-            if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
-                writer.add(*samples.pop(row))
-        writer.commit()
-    seconds = time.perf_counter() - began
-    rates = calibrate(device, dtype, CALIBRATION_SHARE * seconds)
-    limits = roofline(*meter.work(engine.stats.counts), model_shape(inputs.config, dtype, kv_dtype), rates, seconds)
-    num_answered, num_prompt = meter.num_finished + len(faults) * n, int(window.lengths.sum()) * n
-    return EngineResult(num_answered, num_prompt, window.num_computed(), engine, limits)
-
-
-def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completion:
-    """A finished request as the answer of its row."""
-    completion = Completion(
-        row,
-        finished.sample_index,
-        finished.token_ids,
-        num_prompt_tokens=finished.num_prompt_tokens,
-        num_cached_tokens=finished.num_cached_tokens,
-        num_preemptions=finished.num_preemptions,
-        fault=finished.fault,
-    )
-    if finished.fault is None:
-        completion.finish_reason = finished.finish_reason
-        completion.text, completion.stop_reason = detokenizer.finish(finished.token_ids, finished.finish_reason)
-    return completion
-
-
-class Meter:
-    """Turns steps and finished requests into progress (tokens to compute, known for prompts, estimated for answers), and
-    counts the work that they were."""
-
-    def __init__(self, window: Window, num_samples: int, max_tokens: int, progress: Progress) -> None:
-        self.num_requests, self.max_tokens = len(window) * num_samples, max_tokens
-        self.num_planned = window.num_computed()
-        self.num_finished = self.num_output = 0
-        self.num_sampled = self.num_tokens = self.context = self.spared_tokens = self.spared_context = 0
-        self.num_rows, self.num_samples, self.progress = len(window), num_samples, progress
-        progress.phase("run", self.num_planned + self.num_requests * max_tokens)
-
-    def step(self, step: StepPlan, scheduler: Scheduler) -> None:
-        counts = scheduler.stats
-        first, computed = step.first_position.astype(np.int64), step.num_scheduled.astype(np.int64)
-        self.num_tokens += int(computed.sum())
-        self.context += int((computed * first + computed * (computed + 1) // 2).sum())
-        self.num_sampled += len(step.sample_slots)
-        seen = counts.num_cached + counts.num_prefill
-        facts = (
-            f"rows {self.num_finished // self.num_samples}/{self.num_rows}, {len(step.slots)} running, "
-            f"hits {counts.num_cached / max(seen, 1):.0%}, prefill {counts.num_prefill:,} decode {counts.num_decode:,}"
-        )
-        mean_output = self.num_output / self.num_finished if self.num_finished else self.max_tokens
-        total = self.num_planned + counts.num_recomputed + int(self.num_requests * max(mean_output - 1, 0))
-        self.progress.update(int(step.num_scheduled.sum()), facts, total)
-
-    def finished(self, finished: Finished) -> None:
-        self.num_finished += 1
-        self.num_output += len(finished.token_ids)
-        cached = finished.num_cached_tokens
-        self.spared_tokens += cached
-        self.spared_context += cached * (cached + 1) // 2
-
-    def work(self, counts: SchedulerStats) -> tuple[Work, Work]:
-        """What was computed and read, and what would have been without a plan: no prompt shared, nor its reads."""
-        done = Work(counts.num_steps, self.num_tokens, self.num_sampled, self.context, counts.num_kv_read)
-        return done, done._replace(
-            query_tokens=self.num_tokens + self.spared_tokens,
-            context=self.context + self.spared_context,
-            kv_read=counts.num_kv_visible + self.spared_tokens,
-        )
-
-
-# ---- after the engine -----------------------------------------------------------------------------------------------
+def with_prompts(store: TokenStore, rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """Those of `rows` (positions) that have tokens, and how many have none."""
+    answerable = store.rows[np.isin(store.rows, rows) & (store.lengths > 0)]
+    return answerable, len(rows) - len(answerable)
 
 
 def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, float]) -> dict[str, Any]:
@@ -414,6 +101,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         "rows": {
             "answers": merged.num_answers,
             "answered_now": result.num_answered,
+            "repeated": result.num_repeated,
             "by_status": merged.by_status,
             "by_error_code": merged.by_error_code,
         },

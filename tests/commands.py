@@ -31,14 +31,14 @@ from batchgen.environment import prepare_environment
 prepare_environment()  # before torch
 import numpy, pyarrow, torch
 torch.set_num_threads(1)
-import batchgen.cli, batchgen.planner, batchgen.runner
+import batchgen.answering, batchgen.cli, batchgen.planner, batchgen.runner
 import transformers.utils.chat_template_utils
 from batchgen.models.loader import load_config, resolve_model
 from batchgen.text.tokenizer import load_tokenizer
 tests = sys.argv[2]
 files = resolve_model(sys.argv[1])  # for the modules of transformers that this imports
 load_config(files), load_tokenizer(files.folder)
-batchgen.runner.select_ops("torch"), pyarrow.array(numpy.zeros(1))
+batchgen.answering.select_ops("torch"), pyarrow.array(numpy.zeros(1))
 gc.freeze()
 print("ready", flush=True)
 while line := sys.stdin.readline():

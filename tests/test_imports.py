@@ -49,7 +49,10 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
         ["engine"],
         {"errors", "records", "prefix", "engine_host", "models", "kernels", "numpy", "torch", "xxhash"},
     ),
-    "runner": (["runner", "planner", "cluster", "report", "bench"], EVERYTHING_BELOW_RUNNER | {"base"}),
+    "runner": (
+        ["runner", "prompts", "answering", "planner", "cluster", "report", "bench"],
+        EVERYTHING_BELOW_RUNNER | {"base", "prompts", "answering"},
+    ),
     "cli": (["cli", "__main__"], {"base", "errors", "job", "typer", "click"}),
 }
 # Where the table says "inside functions", imports in function bodies are free; elsewhere they count too.

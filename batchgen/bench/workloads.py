@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from batchgen.errors import UsageError
 from batchgen.job import load_job
 from batchgen.plan.window import plan_window
+from batchgen.prompts import make_token_store, open_inputs
 from batchgen.records import Window
 from batchgen.report.progress import Progress
-from batchgen.runner import make_token_store, open_inputs
 
 JOBS = Path(__file__).parents[2] / "jobs"
 BLOCK_SIZE = 16

@@ -50,6 +50,12 @@ class PartWriter:
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
 
+    def learn(self, rows: JobRows) -> None:
+        """More rows of the job are known than when this was opened; everything it was given is committed first."""
+        self.commit()
+        self.rows = rows
+        self.ledger = Ledger(self.folder, self.parts, rows)
+
     def __enter__(self) -> PartWriter:
         return self
 
