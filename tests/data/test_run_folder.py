@@ -183,6 +183,14 @@ def test_a_crash_before_job_json_does_not_lock_the_folder_out(tmp_path):
         assert folder.begin({}, {}) is False
 
 
+def test_what_a_crash_left_aside_is_deleted(folder):
+    (folder.path / "summary.json.tmp").touch()
+    (folder.path / "results.tmp").mkdir()  # the merge's own
+    folder.__exit__()
+    with RunFolder(folder.path):
+        assert sorted(os.listdir(folder.path)) == ["LOCK", "job.json", "parts", "results.tmp"]
+
+
 def test_answers_without_a_job_are_not_adopted(tmp_path, answer):
     with RunFolder(tmp_path / "run") as folder:
         folder.begin({}, {"a": 1})

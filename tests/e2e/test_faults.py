@@ -85,7 +85,9 @@ class Scene:
         record = self.here / "points"
         record.unlink(missing_ok=True)
         assert self.run(record=str(record)).code == 0
-        return record.read_text().splitlines()
+        points = record.read_text().splitlines()
+        # to the disk "after" is "before" the next call; once is enough for that
+        return points if scenario == "fresh" else [point for point in points if not point.endswith("after")]
 
     def committed(self) -> dict[str, bytes]:
         parts = CommitLog(self.out / "commit.log").read() if self.out.exists() else []
@@ -263,8 +265,9 @@ then: exit code 0, every row answered exactly once, every part that was committe
 `results/` equal byte for byte to those of an undisturbed run. *torn* is a write of half its bytes. Each fsync and rename is
 also refused once, and from each other call on the disk is full: one line of error, exit code 1, and the next run goes on.
 `make test` takes one point of each kind. The tables are generated; a test holds them true.
-(SIGKILL shows the order of the calls. That each is made durable before the next, which only a power cut shows, is held by
-`test_the_order_of_durability`.)"""
+
+The second table leaves out *after*, which to the disk is *before* the next call. SIGKILL shows the order of the calls; that
+each is durable before the next, which only a power cut would show, is held by `test_the_order_of_durability`."""
 TITLES = {
     "fresh": "A new run: three commits and the merge",
     "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, old results to replace",
