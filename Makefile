@@ -60,7 +60,8 @@ lint: install
 bench-cpu: install
 	$(BIN)/python -m batchgen.bench.cpu_limit
 
-# batchgen against its peers: a table, runs/bench/bench.png and bench.json. vLLM only if `make bench-peers` was run before.
+# batchgen against its peers: a table, runs/bench/bench.png and bench.json. vLLM takes part once `make bench-peers` was run,
+# llama.cpp where llama-server is on the PATH.
 BENCH := mkdir -p runs/bench && $(BIN)/python -m batchgen.bench --plot runs/bench/bench.png --json runs/bench/bench.json
 bench: install
 	$(BENCH)

@@ -25,7 +25,7 @@ EVERYTHING_BELOW_RUNNER = {
     *("errors", "records", "prefix", "job", "plan", "data", "text", "engine_host", "engine", "models", "kernels"),
     *("runner", "cluster", "report", "bench", "signals"),
     *("torch", "numpy", "pyarrow", "transformers", "datasets", "tqdm", "fsspec", "safetensors", "xxhash", "jinja2", "yaml"),
-    *("matplotlib", "vllm"),
+    *("gguf", "matplotlib", "vllm"),
 }
 LAYERS: dict[str, tuple[list[str], set[str]]] = {
     "base": ([""], set()),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.bench.limits import Limits, explain, show_profile
+from batchgen.bench.peer_llama_cpp import LlamaCppSystem, server_path
 from batchgen.bench.peers import ContinuousBatchingSystem, GenerateSystem, vllm_process
 from batchgen.bench.systems import BatchgenSystem, Run, SystemFailed, SystemProcess, TooSlow, first_difference
 from batchgen.bench.workloads import Workload
@@ -32,6 +33,7 @@ class Spec:
     label: str
     make: Callable[[str, int], Any] | None  # None: in an environment of its own
     orders: tuple[str, ...] = ("",)  # in which it is given the requests; "": it has its own
+    require: Callable[[], Any] = lambda: None  # raises SystemFailed if it is not installed
 
 
 PEER_ORDERS = ("file order", "sorted")
@@ -40,6 +42,7 @@ SYSTEMS = {
     "generate": Spec("transformers generate", GenerateSystem),
     "continuous": Spec("transformers continuous", ContinuousBatchingSystem, PEER_ORDERS),
     "vllm": Spec("vLLM", None, PEER_ORDERS),
+    "llama_cpp": Spec("llama.cpp", LlamaCppSystem, PEER_ORDERS, server_path),
 }
 
 
@@ -62,6 +65,7 @@ class Bench:
         for name in dict.fromkeys(["generate", *systems]):  # the oracle is always there
             make = SYSTEMS[name].make
             try:
+                SYSTEMS[name].require()
                 if make is not None:
                     self.processes[name] = SystemProcess(make, model, threads)
                 else:

@@ -1,13 +1,16 @@
 """A peer in another python's environment, memory and orders of a comparison, the picture; without a peer installed."""
 
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
-from batchgen.bench import measure
+from batchgen.bench import measure, peer_llama_cpp
 from batchgen.bench.measure import Bench, Spec
 from batchgen.bench.peers import GenerateSystem, vllm_process
 from batchgen.bench.systems import Run, ScriptProcess, SystemFailed, TooSlow
@@ -151,3 +154,79 @@ def test_the_picture_is_drawn(tmp_path):
     file = tmp_path / "new/bench.png"
     draw({"workloads": workloads, "cpu": "some CPU", "threads": 2, "model": "toy"}, file)
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and file.stat().st_size > 10_000
+
+
+def llama_system(monkeypatch, tmp_path):
+    server = tmp_path / "llama-server"
+    server.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("fake_llama_server.py")} "$@"\n')
+    server.chmod(0o755)
+    monkeypatch.setenv("LLAMA_SERVER", str(server))
+    system = object.__new__(peer_llama_cpp.LlamaCppSystem)
+    system.server, system.threads, system.slots, system.gguf = peer_llama_cpp.server_path(), 1, 8, tmp_path / "absent.gguf"
+    return system
+
+
+def test_llama_cpp_gets_the_memory_and_only_the_slots_that_fit(monkeypatch, tmp_path):
+    system = llama_system(monkeypatch, tmp_path)
+    w = toy(max_tokens=3)
+    run = system.run(replace(w, num_blocks=8))  # 128 tokens: room for two of 43
+    assert run.tokens == [[128, 2, int(p.sum())] for p in w.requests()] and run.facts == {"slots": 2}
+    assert run.num_prefill == w.num_prompt_tokens
+    w.prompts[0][0] = 99
+    with pytest.raises(RuntimeError, match=r"llama-server: .*no room"):
+        system.run(w)
+
+
+def test_no_server_outlives_a_system_that_is_killed(monkeypatch, tmp_path):
+    """As the benchmark kills one that takes too long."""
+    llama_system(monkeypatch, tmp_path)
+    code = (
+        "import subprocess, sys, time; from batchgen.bench.peer_llama_cpp import die_with_parent\n"
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=die_with_parent); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = Path("/proc") / parent.stdout.readline().strip()
+    assert child.is_dir()
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 10
+    while child.is_dir() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not child.is_dir() or (child / "stat").read_text().split()[2] == "Z"
+
+
+def test_without_llama_cpp_there_is_one_line(monkeypatch):
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemFailed, match="not installed; put llama-server on the PATH"):
+        peer_llama_cpp.server_path()
+
+
+def test_a_server_that_does_not_start_is_told(monkeypatch, tmp_path):
+    system = llama_system(monkeypatch, tmp_path)
+    (tmp_path / "llama-server").write_text("#!/bin/sh\nexit 7\n")
+    with pytest.raises(SystemFailed, match="exit code 7"):
+        system.run(toy())
+
+
+def test_float32_gguf_holds_the_values_of_the_packed_one(tmp_path):
+    """Q4_1 blocks and a float32 norm, read back as float32; strings and arrays of the metadata stay."""
+    rng = np.random.default_rng(0)
+    weight, norm = rng.standard_normal((4, 64), np.float32), rng.standard_normal(8).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "q4.gguf", "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_uint32("llama.block_count", 2)
+    packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("w", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("norm", norm)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    peer_llama_cpp.write_float32(tmp_path / "q4.gguf", tmp_path / "f32.gguf")
+    read = gguf.GGUFReader(tmp_path / "f32.gguf")
+    tensors = {t.name: t for t in read.tensors}
+    assert all(t.tensor_type == gguf.GGMLQuantizationType.F32 for t in read.tensors)
+    assert np.array_equal(tensors["w"].data, gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1))
+    assert np.array_equal(tensors["norm"].data, norm)
+    assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"] and read.fields["llama.block_count"].contents() == 2
