@@ -123,7 +123,8 @@ def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
     # the content of model and tokenizer counts, not where they lie
     for name in ("model.path", "model.revision", "model.tokenizer"):
         prints.pop(name)
-    prints["engine.dtype"] = str(choose_dtype(job.engine.dtype, choose_device(job.engine.device))).removeprefix("torch.")
+    dtype = choose_dtype(job.engine.dtype, choose_device(job.engine.device))
+    prints["engine.dtype"] = "int8" if job.engine.dtype == "int8" else str(dtype).removeprefix("torch.")
     prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
     if job.model.tokenizer is not None:
         prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}
@@ -232,7 +233,8 @@ def answer(
         ops = select_ops(job.engine.backend, device)
     except ValueError as error:
         raise UsageError(f"engine.backend: {error}") from None
-    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, writer.folder.state.get("products"))
+    products, int8 = writer.folder.state.get("products"), job.engine.dtype == "int8"
+    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, products, int8)
     writer.folder.update_state({"products": model.products})  # for the same bits when the run is resumed
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
@@ -241,8 +243,8 @@ def answer(
     engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
     progress.close()
     progress.say(
-        f"engine: {device} with {threads} threads, {str(dtype).removeprefix('torch.')}, backend {ops.backend} "
-        f"({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
+        f"engine: {device} with {threads} threads, {'int8 and ' * int8}{str(dtype).removeprefix('torch.')}, "
+        f"backend {ops.backend} ({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
         f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
     )
     for choice in ops.choices:
