@@ -182,7 +182,8 @@ def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_
         ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
     except ValueError as error:
         raise UsageError(f"engine: {error}") from None
-    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, folder.state.get("products"))
+    products, int8 = folder.state.get("products"), job.engine.dtype == "int8"
+    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, products, int8)
     folder.update_state({"products": model.products})  # for the same bits when the run is resumed
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
@@ -191,8 +192,8 @@ def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_
     engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
     progress.close()
     progress.say(
-        f"engine: {device} with {threads} threads, {str(dtype).removeprefix('torch.')}, backend {ops.backend} "
-        f"({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
+        f"engine: {device} with {threads} threads, {'int8 and ' * int8}{str(dtype).removeprefix('torch.')}, "
+        f"backend {ops.backend} ({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
         f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
     )
     for choice in ops.choices:

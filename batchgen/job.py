@@ -247,8 +247,9 @@ class EngineSection(Section):
     backend: Literal["auto", "torch", "triton"] = Field(
         "auto", description="Whose kernels; auto takes triton on a GPU and torch on a CPU"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto is bfloat16 on a GPU and float32 on a CPU"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto",
+        description="auto is bfloat16 on a GPU and float32 on a CPU; int8 multiplies in 8 bits, on a CPU only",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",

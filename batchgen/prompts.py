@@ -88,7 +88,8 @@ def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
     # the content of model and tokenizer counts, not where they lie
     for name in ("model.path", "model.revision", "model.tokenizer"):
         prints.pop(name)
-    prints["engine.dtype"] = str(choose_dtype(job.engine.dtype, choose_device(job.engine.device))).removeprefix("torch.")
+    dtype = choose_dtype(job.engine.dtype, choose_device(job.engine.device))
+    prints["engine.dtype"] = "int8" if job.engine.dtype == "int8" else str(dtype).removeprefix("torch.")
     prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
     if job.model.tokenizer is not None:
         prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}

@@ -71,7 +71,7 @@ def test_defaults(write):
         ("sampling: {min_p: 1.5}", "sampling.min_p: must be at most 1.*, not 1.5"),
         ("sampling: {n: 0}", "sampling.n: must be at least 1, not 0"),
         ("engine: {device: tpu}", 'engine.device: must be auto, cpu, cuda or cuda:N .*"tpu"'),
-        ("engine: {dtype: int8}", "engine.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("engine: {dtype: int4}", "engine.dtype: must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
         ("engine: {kv_memory: 2gig}", "engine.kv_memory: must be auto, a number of bytes, or a size such as 512MiB"),
         ("engine: {kv_memory: 12}", "engine.kv_memory: must be at least 1024 or 'auto', not 12"),
         ("engine: {threads: many}", "engine.threads: must be a whole number or 'auto', not the text \"many\""),

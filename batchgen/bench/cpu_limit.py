@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1, help="the fastest run of so many counts")
+    parser.add_argument("--max-tokens", type=int, help="of each row, instead of the case's own number")
     parser.add_argument("--profile", action="store_true", help="run once more and time the parts of a step")
     parser.add_argument("--model", default="packaged:smollm2")
     options = parser.parse_args(arguments)
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(name: str, system: BatchgenSystem, options: argparse.Namespace) -> dict[str, Any]:
     """Runs and limit in turn, so that both see the same machine."""
     case = CASES[name]
-    workload = load_workload(case.workload, options.model, case.rows, case.max_tokens)
+    workload = load_workload(case.workload, options.model, case.rows, options.max_tokens or case.max_tokens)
     runs: list[tuple[float, Run]] = []
     limits: list[float] = []
     for _ in range(options.repeats):

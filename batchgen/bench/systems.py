@@ -50,7 +50,7 @@ class System(Protocol):
 class BatchgenSystem:
     """The engine as the runner drives it: plan, sizes, KV cache and pool are made inside the time."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, int8: bool = False) -> None:
         from batchgen_kernels import select_ops
 
         from batchgen.models.loader import load_config, load_decoder, resolve_model
@@ -60,7 +60,7 @@ class BatchgenSystem:
         self.config = load_config(files)
         self.device = torch.device("cpu")
         self.ops = select_ops("auto", self.device)
-        self.model = load_decoder(files, self.device, torch.float32, self.ops)
+        self.model = load_decoder(files, self.device, torch.float32, self.ops, int8=int8)
 
     def calibrate(self, workload: Workload) -> str:
         size = self.size(workload, workload.window())

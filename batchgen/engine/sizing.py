@@ -39,7 +39,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto is exact float32 on CPUs and bfloat16 on GPUs."""
+    """auto is exact float32 on CPUs and bfloat16 on GPUs. int8 is float32 but for the products (models/cpu_linear.py).
+
+    Raises UsageError for int8 on a GPU.
+    """
+    if name == "int8":
+        if device.type != "cpu":
+            raise UsageError(f"engine.dtype: int8 runs on CPUs only, not on {device}; take auto, or engine.device: cpu")
+        return torch.float32
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[name]

@@ -11,11 +11,13 @@ The choice may fall otherwise in another run. A run folder keeps it, so that a r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +32,7 @@ MAX_OUT = 6144  # of a vocabulary's head a slice is timed
 CLEAR_GAIN = 0.95  # another product than torch's is taken where it needs less than this share of the time
 MAX_PADDING = 16  # a product whose rows are independent from more rows on is no candidate
 SECONDS_PER_COUNT = 0.03
+SMALLEST_SCALE = 1e-30  # of a row of zeros
 SMALL = 1 << 16  # weights of so few elements stay with torch: nothing to gain, and timers cannot tell
 
 
@@ -43,6 +46,42 @@ def onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     multiply = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
     return lambda x: multiply(x, packed, bias, "none", [], "")
+
+
+def int8_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """FBGEMM with weights of 8 bits, one scale an output, and inputs of 8 bits, one scale a row; sums are exact integers.
+
+    A scale for each row and not, as usual, for all rows: a row's result depends on no other row. Where the CPU's products
+    saturate (AVX2 adds pairs of products in 16 bits) inputs get 7 bits. A row with a NaN or an infinity becomes NaN.
+    """
+    packed = _pack_int8(weight.detach())
+    largest = 127.0 if sums_are_exact() else 63.0
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True).div_(largest).clamp_(min=SMALLEST_SCALE)
+        y = _multiply_int8(x / scale, 1.0, 128, packed).mul_(scale)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+_multiply_int8 = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+
+
+def _pack_int8(weight: torch.Tensor) -> Any:
+    scale = weight.abs().amax(1).div_(127).clamp_(min=SMALLEST_SCALE).double()
+    zero_point = torch.zeros(len(scale), dtype=torch.int64)
+    warnings.filterwarnings(
+        "ignore", message="torch.quantize_per_tensor, torch.quantize_per_channel"
+    )  # deprecated, no heir yet
+    return torch.ops.quantized.linear_prepack(torch.quantize_per_channel(weight, scale, zero_point, 0, torch.qint8), None)
+
+
+@functools.cache
+def sums_are_exact() -> bool:
+    """Whether products of full 8 bits do not saturate here."""
+    weight, x = torch.full((64, 256), 127.0), torch.full((16, 256), 127.0)
+    return torch.equal(_multiply_int8(x, 1.0, 128, _pack_int8(weight)), x @ weight.t())
 
 
 def available_products() -> dict[str, Pack]:
@@ -66,15 +105,16 @@ def shape_of(weight: torch.Tensor) -> str:
     return f"{num_in}x{num_out}"
 
 
-def choose_products(weights: Iterable[torch.Tensor], recorded: Mapping[str, str]) -> dict[str, Choice]:
-    """Shape -> what it runs on. weights: [out, in] each, float32, filled.
+def choose_products(
+    weights: Iterable[torch.Tensor], recorded: Mapping[str, str], found: Mapping[str, Pack]
+) -> dict[str, Choice]:
+    """Shape -> what it runs on, of `found`. weights: [out, in] each, float32, filled.
 
     recorded: shape -> product of an earlier run, which is kept wherever this machine has it.
     """
     by_shape: dict[str, list[torch.Tensor]] = {}
     for weight in weights:
         by_shape.setdefault(shape_of(weight), []).append(weight)
-    found = available_products()
     return {shape: _choose(found, same, recorded.get(shape)) for shape, same in by_shape.items()}
 
 
@@ -83,7 +123,7 @@ def _choose(found: Mapping[str, Pack], weights: Sequence[torch.Tensor], recorded
     if recorded is not None and recorded in found:
         order = [recorded]
     elif weights[0].numel() <= SMALL or len(found) == 1:
-        order = ["torch"]
+        order = [next(iter(found))]
     else:
         seconds = _seconds(found, weights)
         order = sorted(found, key=lambda name: seconds[name] * (CLEAR_GAIN if name == "torch" else 1))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.cpu_linear import available_products, choose_products, shape_of
+from batchgen.models.cpu_linear import available_products, choose_products, int8_product, shape_of
 from batchgen.models.inputs import BatchInputs
 from batchgen.models.layers import DecoderLayer, Linear, norm_weight, pad_rows
 
@@ -44,13 +44,13 @@ class Decoder(nn.Module):
             yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
         yield self.lm_head
 
-    def pack_weights(self, recorded: Mapping[str, str]) -> None:
+    def pack_weights(self, recorded: Mapping[str, str], int8: bool = False) -> None:
         """Choose products for a CPU, or those of `recorded` (an earlier `products`), and pack the filled weights for them.
 
         One layer's weight is held twice meanwhile; a tied head that is packed stays beside the embedding for good.
         """
-        choices = choose_products([linear.weight for linear in self.linears() if linear.weight is not None], recorded)
-        found = available_products()
+        found = {"int8": int8_product} if int8 else available_products()
+        choices = choose_products([linear.weight for linear in self.linears() if linear.weight is not None], recorded, found)
         for linear in self.linears():
             assert linear.weight is not None
             linear.pack(found[choices[shape_of(linear.weight)].product])

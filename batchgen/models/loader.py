@@ -34,12 +34,13 @@ def load_decoder(
     ops: Any,
     max_model_len: int | None = None,
     products: Mapping[str, str] | None = None,
+    int8: bool = False,
 ) -> Decoder:
     """The decoder with its weights on `device` as `dtype`.
 
     On a CPU in float32 the products are chosen and the weights packed for them (cpu_linear.py), or those of `products`,
-    which an earlier decoder of this model had. MKL is asked for rows that do not depend on each other (cpu_math.py), which
-    works once a process.
+    which an earlier decoder of this model had; `int8` asks for products of 8 bits, with all else in float32. MKL is asked
+    for rows that do not depend on each other (cpu_math.py), which works once a process.
     `max_model_len` (default: all that the model supports) bounds the rotary tables. Peak memory is the model and one tensor.
     ModelError lists missing, unexpected and misshapen tensors.
     """
@@ -49,7 +50,7 @@ def load_decoder(
     decoder = Decoder(config, ops, torch.device(device), dtype, max_model_len)
     fill(decoder, read_tensors(files.weights))
     if decoder.device.type == "cpu" and dtype == torch.float32 and not ops.batch_invariant:
-        decoder.pack_weights(products or {})
+        decoder.pack_weights(products or {}, int8)
     return decoder.eval()
 
 

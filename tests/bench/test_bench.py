@@ -143,7 +143,7 @@ def test_profile_puts_everything_back(model):
     layer = Linear(8, 3, False, ops, torch.device("cpu"), torch.float32)
     before, forward = dict(vars(ops)), Linear.forward
     with profiled(ops) as seconds:
-        assert ops.plan_attention.needs_finite_slots is before["plan_attention"].needs_finite_slots
+        assert ops.plan_attention.shares_prefix_reads is before["plan_attention"].shares_prefix_reads
         ops.silu_and_mul(torch.ones(2, 8))
         layer(torch.ones(2, 8))
     assert vars(ops) == before and Linear.forward is forward

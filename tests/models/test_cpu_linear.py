@@ -52,13 +52,12 @@ def test_the_fastest_is_chosen_unless_its_rows_depend_on_each_other(monkeypatch:
         "wrong": lambda w, b: lambda x: x.sum() + x @ w.T,
     }
     seconds = {"torch": 1.0, "quick": 0.8, "wrong": 0.1}
-    monkeypatch.setattr(cpu_linear, "available_products", lambda: found)
     monkeypatch.setattr(cpu_linear, "_seconds", lambda *_: seconds)
-    assert choose_products(weights, {})["256x384"].product == "quick"
+    assert choose_products(weights, {}, found)["256x384"].product == "quick"
     seconds["quick"] = 0.99  # not clear: torch's own stays
-    assert choose_products(weights, {})["256x384"].product == "torch"
-    assert choose_products(weights, {"256x384": "quick"})["256x384"].product == "quick"
-    assert choose_products(weights, {"256x384": "gone"})["256x384"].product == "torch"
+    assert choose_products(weights, {}, found)["256x384"].product == "torch"
+    assert choose_products(weights, {"256x384": "quick"}, found)["256x384"].product == "quick"
+    assert choose_products(weights, {"256x384": "gone"}, found)["256x384"].product == "torch"
 
 
 def test_timing_needs_no_particular_shape() -> None:
@@ -104,7 +103,28 @@ def test_packed_weights_replace_the_plain_ones(tmp_path: Path) -> None:
     assert not any("weight" in name for name, _ in decoder.named_parameters())
 
 
+def test_int8_rounds_each_row_by_itself(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weight, bias, x = torch.randn(96, 200), torch.randn(96), torch.randn(40, 200)
+    x[7] *= 1000  # what spoils its neighbours where all rows have one scale
+    x[8], x[9] = 0, torch.nan
+    product = cpu_linear.int8_product(weight, bias)
+    whole, exact = product(x), torch.nn.functional.linear(x, weight, bias)
+    assert all(torch.equal(product(x[i : i + 1]), whole[i : i + 1]) for i in range(40) if i != 9)
+    assert torch.equal(whole[8], bias) and whole[9].isnan().all()
+    error = (whole - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error[[i for i in range(40) if i not in (8, 9)]].max() < (0.02 if cpu_linear.sums_are_exact() else 0.04)
+
+    folder = make_toy_model(tmp_path, check_sensitivity=False)
+    decoder = load_decoder(resolve_model(folder), "cpu", torch.float32, select_ops("torch"), int8=True)
+    assert set(decoder.products.values()) == {"int8"} and decoder.min_rows == 1
+    tokens = torch.randint(0, 272, (30,)).tolist()
+    alone, crowded = PagedDriver(decoder), PagedDriver(decoder, num_blocks=256, seed=9)
+    others = {i: tokens[: 1 + i % 5] for i in range(1, 20)}
+    assert torch.equal(alone.step({0: tokens})[0], crowded.step({**others, 0: tokens})[0])
+
+
 def test_choices_are_kept_by_shape() -> None:
     weights = [torch.randn(40, 30), torch.randn(30, 40), torch.randn(40, 30)]
-    assert choose_products(weights, {}).keys() == {"30x40", "40x30"}
-    assert all(isinstance(c, Choice) and c.product == "torch" for c in choose_products(weights, {}).values())
+    assert choose_products(weights, {}, PRODUCTS).keys() == {"30x40", "40x30"}
+    assert all(isinstance(c, Choice) and c.product == "torch" for c in choose_products(weights, {}, PRODUCTS).values())
