@@ -25,10 +25,11 @@ def length_figures(lengths: np.ndarray) -> LengthFigures:
     return LengthFigures(int(lengths.sum()), float(lengths.mean()), float(median), float(p95), int(lengths.max()))
 
 
-def num_duplicates(window: Window) -> int:
-    """Rows whose prompt equals that of an earlier row. `window` must be in prefix order."""
-    same = (window.lengths[1:] == window.lengths[:-1]) & (window.shared_tokens[1:] == window.lengths[1:])
-    return int(same.sum())
+def is_repeat(window: Window) -> np.ndarray:
+    """[n] bool: rows whose prompt equals that of the row before. `window` must be in prefix order."""
+    equal = window.shared_tokens == window.lengths
+    equal[1:] &= window.lengths[1:] == window.lengths[:-1]
+    return equal
 
 
 def lru_computed(window: Window, num_blocks: int) -> int:

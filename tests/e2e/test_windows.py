@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from batchgen.data.status import read_status
 from batchgen.errors import InputError, Interrupted
 from batchgen.job import Job, load_job
 from batchgen.plan import partition
+from batchgen.planner import plan_job
 from batchgen.records import Prompt
 from batchgen.text import token_store
 
@@ -141,3 +143,19 @@ def test_a_signal_ends_reader_and_engine(job: Job, here: Path, small_heads: None
     assert not list(out.glob("tokens*.tmp"))
     assert runner.run_job(job) == 0
     assert sorted(committed(out)) == list(range(NUM_ROWS))
+
+
+def test_plan_sums_over_windows_and_counts_every_duplicate(
+    job: Job, here: Path, small_heads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Duplicates of rows in the head, too; and what the plan says will be computed is what the run computes."""
+    texts = [f"{i % 700} is a number" for i in range(NUM_ROWS)] + [f"{i} is a number" for i in range(10)] + [None]
+    write_rows(here / "rows.parquet", {"q": texts})
+    shown = "\n".join(plan_job(job))
+    assert (
+        f"duplicates  {NUM_ROWS - 700 + 10:,} rows" in shown and f"rows        {NUM_ROWS + 11:,}, of which 1 would" in shown
+    )
+    assert "windows     4" in shown or "windows     5" in shown
+    runner.run_job(job)
+    computed = json.loads((here / "out/summary.json").read_text())["tokens"]["computed"]
+    assert f"({computed:,} to compute)" in shown
