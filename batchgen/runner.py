@@ -282,6 +282,7 @@ def answer(
             answer_window(window, store, loaded, n, writer, meter, lambda: stop.received is not None or tokens.failed)
             writer.commit()
         result.num_prompt_tokens += int(window.lengths.sum(dtype=np.int64)) * n
+        del window  # before the next one is planned
     return EngineResult(
         result.num_answered + meter.num_finished,
         result.num_prompt_tokens,
