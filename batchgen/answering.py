@@ -99,6 +99,7 @@ def answer(
         result.num_answered += num_answered
         result.num_repeated += num_answered - len(distinct.window) * n
         result.num_prompt_tokens += int(store.lengths[distinct.entries].sum(dtype=np.int64)) * job.sampling.n
+        del distinct  # before the next window is planned
     result.num_planned = meter.num_planned
     if loaded is not None:
         result.engine = loaded.engine

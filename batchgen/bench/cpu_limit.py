@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from batchgen.bench.__main__ import machine
@@ -66,6 +67,7 @@ def measure(name: str, system: BatchgenSystem, options: argparse.Namespace) -> d
     """Runs and limit in turn, so that both see the same machine."""
     case = CASES[name]
     workload = load_workload(case.workload, options.model, case.rows, options.max_tokens or case.max_tokens)
+    workload = replace(workload, num_blocks=workload.memory_settings()["ample"])
     runs: list[tuple[float, Run]] = []
     limits: list[float] = []
     for _ in range(options.repeats):

@@ -104,7 +104,7 @@ class _FileWriter:
 
 
 class _PartitionWriter:
-    """A partition's file and the rows that wait for it. The file is made by its first batch."""
+    """A partition's file and the rows that wait for it."""
 
     def __init__(self, path: Path, metadata: Mapping[str, str]) -> None:
         self.file = _FileWriter(path, metadata)
