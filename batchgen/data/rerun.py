@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from batchgen.data.ledger import Ledger
 from batchgen.data.reader import Reader
 from batchgen.data.rows import row_key
 from batchgen.data.run_folder import RunFolder
@@ -57,13 +56,12 @@ def rows_to_rerun(
         raise RunFolderError(f"{folder.path}: {num_owed} rows have no answer yet; run the job without --only first")
     last_part = max((part.number for part in writer.parts), default=0)
     begun_after = folder.begin_rerun(choice.name, settings, last_part)
-    before = [part for part in writer.parts if part.number <= begun_after]
-    then = ledger if len(before) == len(writer.parts) else Ledger(folder, before, writer.rows)
     if choice.keys is not None:
         chosen = _named(choice.keys, writer, reader, id_column)
     else:
-        chosen = then.is_failed if choice.name == "failed" else then.is_truncated
-    return writer.rows.rows[chosen & (ledger.part_number <= begun_after)]
+        chosen = ledger.is_failed if choice.name == "failed" else ledger.is_truncated
+    not_yet = ledger.part_number <= begun_after  # the newest answers of these are those of then
+    return writer.rows.rows[chosen & not_yet]
 
 
 def _named(keys: list[str], writer: PartWriter, reader: Reader, id_column: str | None) -> np.ndarray:
