@@ -29,6 +29,7 @@ from batchgen.models.files import packaged_gguf
 
 SLOTS = (4, 8, 16, 32)
 START_SECONDS = 120
+UNLIKELY_TOKEN = 3  # SmolLM2's <repo_name>; the comparison of tokens would show if a model gives it
 
 
 def server_path() -> str:
@@ -40,7 +41,11 @@ def server_path() -> str:
 
 
 def write_float32(source: Path, target: Path) -> None:
-    """The GGUF file again, its tensors as float32: the values that batchgen computes with."""
+    """The GGUF file again, its tensors as float32: the values that batchgen computes with.
+
+    No token ends an answer in it: llama.cpp bans end tokens where it is to ignore them, and would give other tokens than the
+    rest. It knows them by number and by text, so those are others here; prompts come as ids.
+    """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, dequantize
 
     reader = GGUFReader(source)
@@ -51,6 +56,10 @@ def write_float32(source: Path, target: Path) -> None:
         value: Any = field.contents()
         if field.name == "general.file_type":
             value = int(LlamaFileType.ALL_F32)
+        if field.name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+            value = UNLIKELY_TOKEN
+        if field.name == "tokenizer.ggml.tokens":
+            value = [f"[{text}]" if text.startswith("<|") else text for text in value]
         inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, value, field.types[0], inner)
     for tensor in reader.tensors:
@@ -102,7 +111,7 @@ class LlamaCppSystem:
             wait_for(server, port)
 
             def ask(prompt: list[int]) -> dict[str, Any]:
-                body = {"prompt": prompt, "n_predict": workload.max_tokens, "temperature": 0, "ignore_eos": True}
+                body = {"prompt": prompt, "n_predict": workload.max_tokens, "temperature": 0}
                 return post(port, body | {"cache_prompt": True, "return_tokens": True})
 
             begin = time.perf_counter()

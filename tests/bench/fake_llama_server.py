@@ -14,7 +14,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/completion" and body["ignore_eos"] and body["cache_prompt"] and body["temperature"] == 0
+        assert self.path == "/completion" and body["cache_prompt"] and body["temperature"] == 0
         if 99 in body["prompt"]:
             return self.answer({"error": "no room"}, 500)
         tokens = [int(options["--ctx-size"]), int(options["--parallel"])] + [sum(body["prompt"])] * body["n_predict"]

@@ -210,11 +210,12 @@ def test_a_server_that_does_not_start_is_told(monkeypatch, tmp_path):
 
 
 def test_float32_gguf_holds_the_values_of_the_packed_one(tmp_path):
-    """Q4_1 blocks and a float32 norm, read back as float32; strings and arrays of the metadata stay."""
+    """Q4_1 blocks and a float32 norm, read back as float32; the metadata stays, but for what ends an answer."""
     rng = np.random.default_rng(0)
     weight, norm = rng.standard_normal((4, 64), np.float32), rng.standard_normal(8).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "q4.gguf", "llama")
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_array("tokenizer.ggml.tokens", ["a", "<|end|>"])
+    writer.add_eos_token_id(1)
     writer.add_uint32("llama.block_count", 2)
     packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1)
     writer.add_tensor("w", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
@@ -229,4 +230,8 @@ def test_float32_gguf_holds_the_values_of_the_packed_one(tmp_path):
     assert all(t.tensor_type == gguf.GGMLQuantizationType.F32 for t in read.tensors)
     assert np.array_equal(tensors["w"].data, gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1))
     assert np.array_equal(tensors["norm"].data, norm)
-    assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"] and read.fields["llama.block_count"].contents() == 2
+    assert (
+        read.fields["tokenizer.ggml.tokens"].contents() == ["a", "[<|end|>]"]
+        and read.fields["llama.block_count"].contents() == 2
+    )
+    assert read.fields["tokenizer.ggml.eos_token_id"].contents() == peer_llama_cpp.UNLIKELY_TOKEN
