@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import results, write_job, write_rows
 
-from batchgen import runner
+from batchgen import prompts, runner
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.status import read_status
 from batchgen.errors import InputError, Interrupted
@@ -60,7 +60,7 @@ def committed(out: Path) -> list[int]:
 
 def read_until(monkeypatch: pytest.MonkeyPatch, wait: Any) -> None:
     """The reader calls wait() before the row that comes after READ_FIRST."""
-    read = runner.read_prompts
+    read = prompts.read_prompts
 
     def held(inputs: Any) -> Iterator[Prompt]:
         for i, prompt in enumerate(read(inputs)):
@@ -68,7 +68,7 @@ def read_until(monkeypatch: pytest.MonkeyPatch, wait: Any) -> None:
                 wait()
             yield prompt
 
-    monkeypatch.setattr(runner, "read_prompts", held)
+    monkeypatch.setattr(prompts, "read_prompts", held)
 
 
 def all_of_head_committed(out: Path) -> bool:
@@ -152,9 +152,7 @@ def test_plan_sums_over_windows_and_counts_every_duplicate(
     texts = [f"{i % 700} is a number" for i in range(NUM_ROWS)] + [f"{i} is a number" for i in range(10)] + [None]
     write_rows(here / "rows.parquet", {"q": texts})
     shown = "\n".join(plan_job(job))
-    assert (
-        f"duplicates  {NUM_ROWS - 700 + 10:,} rows" in shown and f"rows        {NUM_ROWS + 11:,}, of which 1 would" in shown
-    )
+    assert f"; {NUM_ROWS - 700 + 10:,} rows repeat" in shown and f"rows        {NUM_ROWS + 11:,}, of which 1 would" in shown
     assert "windows     4" in shown or "windows     5" in shown
     runner.run_job(job)
     computed = json.loads((here / "out/summary.json").read_text())["tokens"]["computed"]
