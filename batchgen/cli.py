@@ -12,7 +12,7 @@ import typer
 
 from batchgen import __version__
 from batchgen.environment import prepare_environment
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -44,8 +44,24 @@ def options(
 
 
 @app.command()
-def run(job_file: JobFile, overrides: Overrides = None) -> None:
+def run(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; what is in the run folder DIR is kept as DIR.1, DIR.2 ...")
+    ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="failed|truncated|KEYFILE",
+            help="Answer these rows of a finished job once more, with other sampling or engine settings if you like. "
+            "KEYFILE: one id a line (without input.id_column: the column `row`)",
+        ),
+    ] = None,
+) -> None:
     """Answer every row of a job; go on where an earlier run of it stopped."""
+    if restart and only is not None:
+        raise UsageError("--restart begins with no answers, --only goes on from those that are there; give one of them")
     from batchgen.signals import StopSignals, ignore_signals
 
     with StopSignals() as stop:
@@ -53,8 +69,11 @@ def run(job_file: JobFile, overrides: Overrides = None) -> None:
             from batchgen.job import load_job
 
             job = load_job(job_file, overrides or [])
+            from batchgen.data.rerun import read_choice
+
+            choice = None if only is None else read_choice(only)
             from batchgen.runner import run_job
-        code = run_job(job)
+        code = run_job(job, restart=restart, only=choice)
     ignore_signals()
     raise typer.Exit(code)
 

@@ -43,8 +43,22 @@ def _bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _rows_or_share(value: Any) -> Any:
+    is_share = isinstance(value, str) and re.fullmatch(_SHARE, value)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is None or is_share or is_count:
+        return value
+    raise ValueError(f"must be a number of rows, a share of them such as 5%, or null, not {value!r}")
+
+
+_SHARE = r"^(100|\d{1,2}(\.\d+)?)%$"
 Text = Annotated[str, Field(min_length=1)]
 PositiveOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
+FailedRows = Annotated[
+    int | str | None,
+    BeforeValidator(_rows_or_share),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SHARE}, {"type": "null"}]}),
+]
 ByteSize = Annotated[
     Annotated[int, Field(ge=1024)] | Literal["auto"],
     BeforeValidator(_bytes),
@@ -211,25 +225,39 @@ class OutputSection(Section):
     commit_seconds: float = Field(
         30.0, gt=0, le=86_400, description="Commit after so many seconds, if there is anything to commit"
     )
+    max_failed_rows: FailedRows = Field(
+        None, description="Stop when more rows have failed: a number, or a share of all rows such as 5%; null never stops"
+    )
     rows_per_file: int = Field(1_000_000, ge=1, description="Rows in one file of results/")
     compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="Of all Parquet files written")
     prefix: str = Field("", description="Put before the names of the columns that batchgen adds")
     extract: ExtractSection | None = Field(None, description="Take a value out of each answer; null for none")
 
+    def max_failed(self, num_rows: int) -> int | None:
+        """max_failed_rows of a job of `num_rows`, as a number of rows."""
+        if not isinstance(self.max_failed_rows, str):
+            return self.max_failed_rows
+        return int(num_rows * float(self.max_failed_rows.removesuffix("%")) / 100)
+
 
 class EngineSection(Section):
-    """How it is computed. Nothing here changes an answer, except dtype and kv_dtype."""
+    """How it is computed. Nothing here changes an answer, except dtype, kv_dtype and batch_invariant."""
 
     device: Text = Field("auto", description="auto, cpu, cuda or cuda:N; auto takes a GPU if there is one")
     backend: Literal["auto", "torch", "triton"] = Field(
         "auto", description="Whose kernels; auto takes triton on a GPU and torch on a CPU"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto is bfloat16 on a GPU and float32 on a CPU"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto",
+        description="auto is bfloat16 on a GPU and float32 on a CPU; int8 multiplies in 8 bits, on a CPU only",
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
         description="auto is that of dtype; fp8 keeps keys and values in 8 bits: half the memory or less",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="Compute a token to the same bits whatever else is in its step; on a GPU, at the cost of shared reads",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block")
     kv_memory: ByteSize = Field("auto", description="Memory of the KV cache: auto, bytes, or a size such as 2GiB")
@@ -259,12 +287,13 @@ class Job(Section):
     def settings_that_change_answers(self) -> dict[str, Any]:
         """Dotted key -> value of every setting that a resumed run may not change; templates and files by content.
 
-        Left out: how it is computed (engine, but for dtype and kv_dtype), when it is saved, and extract, which merge does
+        Left out: how it is computed (engine, but for what rounds otherwise), when it is saved, and extract, which merge does
         anew. Also left out is input.path: the reader's fingerprint of the content stands for it.
         """
         sections = self.model_dump(include={"model", "prompt", "sampling", "input", "engine"})
         sections["input"].pop("path")
-        sections["engine"] = {"dtype": self.engine.dtype, "kv_dtype": self.engine.kv_dtype}
+        rounds = ("dtype", "kv_dtype", "batch_invariant")
+        sections["engine"] = {name: value for name, value in sections["engine"].items() if name in rounds}
         sections["prompt"]["chat_template"] = self.prompt.read_chat_template()
         sections["prompt"]["files"] = {
             name: f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from batchgen.engine.sizing import available_memory, choose_device, choose_dtype, choose_kv_dtype, choose_size
 from batchgen.job import Job
 from batchgen.models.config import kv_bytes_per_token, num_matmul_parameters
-from batchgen.plan.estimate import length_figures, lru_computed, num_duplicates
+from batchgen.plan.duplicates import repeats
+from batchgen.plan.estimate import length_figures, lru_computed
+from batchgen.prompts import Inputs, entry_ranges, make_token_store, open_inputs, plan_requests, plan_rows, sampling_config
 from batchgen.records import Window
 from batchgen.report.progress import Progress
-from batchgen.runner import Inputs, make_token_store, open_inputs, plan_rows
 from batchgen.signals import StopSignals
 from batchgen.text.token_store import TokenStore
+from batchgen.text.tokens_in_making import TokensInMaking
 
 FILE_ORDER_ROWS = 20_000  # simulating a cache costs a microsecond a block; beyond this many rows a prefix of the file does
 NUM_FAULTS_SHOWN = 5
@@ -31,15 +34,14 @@ def plan_job(job: Job) -> list[str]:
         store = make_token_store(inputs, Path(folder) / "tokens.arrow", progress)
         progress.phase("plan")
         lines = describe_rows(store) + describe_first_prompt(inputs, store)
-        window = plan_rows(job, store, np.arange(store.num_rows))
-        if len(window):
-            lines += describe_window(inputs, store, window)
+        if store.lengths.any():
+            lines += describe_windows(inputs, store)
         progress.close()
         return lines
 
 
 def describe_rows(store: TokenStore) -> list[str]:
-    faults = store.faults()
+    faults = dict(sorted(store.faults().items(), key=lambda item: int(store.rows[item[0]])))
     lines = [f"rows        {store.num_rows:,}, of which {len(faults):,} would fail"]
     for code, count in Counter(fault.code for fault in faults.values()).most_common():
         shown = [f"row {store.rows[i]}: {f.message}" for i, f in faults.items() if f.code == code][:NUM_FAULTS_SHOWN]
@@ -61,47 +63,84 @@ def describe_first_prompt(inputs: Inputs, store: TokenStore) -> list[str]:
     return [f"prompt      of row {store.rows[healthy[0]]}, {len(ids)} tokens, ids {ends}", *lines]
 
 
-def describe_window(inputs: Inputs, store: TokenStore, window: Window) -> list[str]:
+class WindowSums(NamedTuple):
+    """Figures of all windows together, and the first one that has rows."""
+
+    first: Window
+    num_windows: int
+    num_requests: int  # that are computed
+    num_computed: int  # prompt tokens
+    num_duplicates: int
+
+
+def sum_windows(job: Job, store: TokenStore) -> WindowSums:
+    """Plan the windows as a run would, one in memory at a time. Equal prompts lie in one window, or in the head and one."""
+    first, num_windows, requests, computed, duplicates = None, 0, 0, 0, 0
+    in_head: set[bytes] = set()
+    for _, begin, end in entry_ranges(TokensInMaking(store)):
+        window = plan_rows(job, store, np.arange(begin, end))
+        if len(window) == 0:
+            continue
+        distinct, n = plan_requests(job, window)
+        first, num_windows = first or distinct.window, num_windows + 1
+        requests += len(distinct.window) * n
+        computed += distinct.window.num_computed()
+        repeated = repeats(window)
+        duplicates += int(repeated.sum())
+        if begin == 0 and end < store.num_rows:
+            in_head = {window.prompt(i).tobytes() for i in np.flatnonzero(~repeated).tolist()}
+        elif in_head:
+            duplicates += sum(window.prompt(i).tobytes() in in_head for i in np.flatnonzero(~repeated).tolist())
+    assert first is not None, "a store with tokens has a window with rows"
+    return WindowSums(first, num_windows, requests, computed, duplicates)
+
+
+def describe_windows(inputs: Inputs, store: TokenStore) -> list[str]:
+    """Of a store in which some row has tokens."""
     job, n = inputs.job, inputs.job.sampling.n
-    figures = length_figures(window.lengths)
-    room = inputs.max_model_len - window.lengths
-    cut = int((room < inputs.max_tokens).sum())
+    lengths = store.lengths[store.lengths > 0]
+    sums = sum_windows(job, store)
+    figures = length_figures(lengths)
+    cut = int((inputs.max_model_len - lengths < inputs.max_tokens).sum())
     lines = [
         f"prompts     {figures.total:,} tokens; mean {figures.mean:.0f}, median {figures.median:.0f}, "
         f"95 % below {figures.p95:.0f}, longest {figures.longest}; the model takes {inputs.max_model_len}",
         f"answers     up to {inputs.max_tokens} tokens each, {n} for each row"
         + (f"; {cut:,} rows have less room than that in the model" if cut else ""),
-        f"duplicates  {num_duplicates(window):,} rows repeat an earlier prompt",
+        f"requests    {sums.num_requests:,}; {sums.num_duplicates:,} rows repeat an earlier prompt"
+        + ("" if sampling_config(job).is_greedy else ", and each of their answers is drawn for itself"),
     ]
+    if sums.num_windows > 1:
+        lines.append(f"windows     {sums.num_windows:,}, each planned when the one before is answered")
     device = choose_device(job.engine.device)
     dtype = choose_dtype(job.engine.dtype, device)
     engine = job.engine
     kv_dtype = choose_kv_dtype(engine.kv_dtype, dtype)
     per_token = kv_bytes_per_token(inputs.config, kv_dtype)
     size = choose_size(
-        device, window, per_token, engine.kv_memory, engine.max_num_batched_tokens, engine.max_running_requests,
-        inputs.max_tokens, n,
+        device, sums.first, per_token, engine.kv_memory, engine.max_num_batched_tokens, engine.max_running_requests,
+        inputs.max_tokens, n, sums.num_windows > 1,
     )  # fmt: skip
-    computed = window.num_computed()
-    in_file = plan_rows(job, store, np.arange(min(store.num_rows, FILE_ORDER_ROWS)), sort=False)
+    computed = sums.num_computed
+    in_file = plan_rows(job, store, np.arange(min(int(store.file_starts[1]), FILE_ORDER_ROWS)), sort=False)
     cached_blocks = size.num_blocks - 1
     in_file_saved = 1 - lru_computed(in_file, cached_blocks) / int(in_file.lengths.sum())
-    part = "" if len(in_file) == len(window) else f" (first {len(in_file):,} rows)"
+    part = "" if len(in_file) == len(lengths) else f" (first {len(in_file):,} rows)"
     lines += [
         f"prefix      {1 - computed / figures.total:.1%} of prompt tokens saved in plan order ({computed:,} to compute); "
         f"in file order with an LRU cache of the same memory {in_file_saved:.1%}{part}",
     ]
-    path = int((window.lengths + inputs.max_tokens).max())
+    path = int((lengths + inputs.max_tokens).max())
     weights = num_matmul_parameters(inputs.config) * dtype.itemsize
     free = available_memory(device)
     lines += [
         f"KV memory   {per_token:,} bytes a token in {str(kv_dtype).removeprefix('torch.')}; "
-        f"pool of {cached_blocks * window.block_size:,} tokens = {size.kv_bytes / 2**20:,.0f} MiB ({size.reason}); "
+        f"pool of {cached_blocks * engine.block_size:,} tokens = {size.kv_bytes / 2**20:,.0f} MiB ({size.reason}); "
         f"the longest request needs {path * per_token / 2**20:,.0f} MiB",
         f"weights     about {weights / 2**20:,.0f} MiB as {str(dtype).removeprefix('torch.')} on {device}; "
         f"{free / 2**30:.1f} GiB there for the KV pool",
     ]
-    too_long = int((-(-np.minimum(window.lengths + inputs.max_tokens, inputs.max_model_len) // window.block_size)
+    too_long = int((-(-np.minimum(lengths + inputs.max_tokens, inputs.max_model_len) // engine.block_size)
                     > cached_blocks).sum())  # fmt: skip
     if too_long:
         lines.append(f"  {too_long:,} rows do not fit into that pool and would fail; raise engine.kv_memory")

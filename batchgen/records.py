@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -45,6 +45,40 @@ class Prompt(NamedTuple):
     text: str | None = None
     fault: RowFault | None = None
     segments: list[tuple[str, bool]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """The prompts of consecutive entries of a token store, end to end in one array. Called with an entry: its token ids."""
+
+    values: np.ndarray  # [num_tokens] int32
+    offsets: np.ndarray  # [n + 1] int64, where each prompt begins in `values`, and the end
+    first: int = 0  # the entry that comes first
+
+    @classmethod
+    def pack(cls, prompts: Iterable[np.ndarray]) -> PackedTokens:
+        """One copy of each of `prompts` ([length] int32)."""
+        parts = list(prompts)
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        return cls(np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32, copy=False), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __call__(self, entry: int) -> np.ndarray:
+        """[length] int32, a view."""
+        i = entry - self.first
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def select(self, entries: np.ndarray) -> PackedTokens:
+        """The prompts of `entries` ([n] int64, increasing) as entries 0..n-1; no copy if only empty ones are left out."""
+        kept = np.zeros(len(self), bool)
+        kept[entries - self.first] = True
+        lengths = np.diff(self.offsets)
+        offsets = np.concatenate([[0], np.cumsum(lengths[kept])])
+        values = self.values if offsets[-1] == self.offsets[-1] else self.values[np.repeat(kept, lengths)]
+        return PackedTokens(values, offsets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,3 +161,8 @@ class Part(NamedTuple):
     max_row: int = 0
     num_failed: int = 0  # answers whose status is not ok
     committed_at: float = 0.0  # seconds since 1970
+
+    @property
+    def number(self) -> int:
+        """7 of part-000007.parquet. Later parts have higher ones."""
+        return int(self.name[5:-8])

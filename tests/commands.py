@@ -31,13 +31,14 @@ from batchgen.environment import prepare_environment
 prepare_environment()  # before torch
 import numpy, pyarrow, torch
 torch.set_num_threads(1)
-import batchgen.cli, batchgen.planner, batchgen.runner
+import batchgen.answering, batchgen.cli, batchgen.planner, batchgen.runner
 import transformers.utils.chat_template_utils
 from batchgen.models.loader import load_config, resolve_model
 from batchgen.text.tokenizer import load_tokenizer
+tests = sys.argv[2]
 files = resolve_model(sys.argv[1])  # for the modules of transformers that this imports
 load_config(files), load_tokenizer(files.folder)
-batchgen.runner.select_ops("torch"), pyarrow.array(numpy.zeros(1))
+batchgen.answering.select_ops("torch"), pyarrow.array(numpy.zeros(1))
 gc.freeze()
 print("ready", flush=True)
 while line := sys.stdin.readline():
@@ -54,6 +55,10 @@ while line := sys.stdin.readline():
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = ["batchgen", *request["args"]]
+    if request["faults"]:
+        sys.path.insert(0, tests)
+        import fault_points
+        fault_points.install(**request["faults"])
     code = 0
     try:
         batchgen.cli.main()
@@ -113,7 +118,7 @@ class WarmServer:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.num_started = folder, 0
         self.codes: dict[int, int] = {}
-        command = [sys.executable, "-c", SERVER, str(model)]
+        command = [sys.executable, "-c", SERVER, str(model), str(ROOT / "tests")]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
@@ -130,11 +135,12 @@ class WarmServer:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, *args: str | Path, cwd: Path) -> Process:
+    def start(self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None) -> Process:
+        """`faults`: keywords of fault_points.install, for this one command."""
         self.num_started += 1
         out, err = (self.folder / f"{self.num_started}.{name}" for name in ("out", "err"))
         out.touch(), err.touch()  # the child may be slow to open them
-        pid = self._ask(args=[str(a) for a in args], cwd=str(cwd), stdout=str(out), stderr=str(err))
+        pid = self._ask(args=[str(a) for a in args], cwd=str(cwd), stdout=str(out), stderr=str(err), faults=faults)
 
         def poll() -> int | None:
             if pid not in self.codes:
@@ -146,8 +152,8 @@ class WarmServer:
 
         return Process(pid, poll, out, err)
 
-    def run(self, *args: str | Path, cwd: Path) -> Result:
-        return self.start(*args, cwd=cwd).wait()
+    def run(self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None) -> Result:
+        return self.start(*args, cwd=cwd, faults=faults).wait()
 
 
 def environment() -> dict[str, str]:

@@ -26,6 +26,7 @@ EVERYTHING_BELOW_RUNNER = {
     *("errors", "records", "prefix", "job", "plan", "data", "text", "engine_host", "engine", "models", "kernels"),
     *("runner", "cluster", "report", "bench", "signals"),
     *("torch", "numpy", "pyarrow", "transformers", "datasets", "tqdm", "fsspec", "safetensors", "xxhash", "jinja2", "yaml"),
+    *("gguf", "matplotlib", "vllm"),
 }
 LAYERS: dict[str, tuple[list[str], set[str]]] = {
     "base": ([""], set()),
@@ -49,7 +50,10 @@ LAYERS: dict[str, tuple[list[str], set[str]]] = {
         ["engine"],
         {"errors", "records", "prefix", "engine_host", "models", "kernels", "numpy", "torch", "xxhash"},
     ),
-    "runner": (["runner", "planner", "cluster", "report", "bench"], EVERYTHING_BELOW_RUNNER | {"base"}),
+    "runner": (
+        ["runner", "prompts", "answering", "planner", "cluster", "report", "bench"],
+        EVERYTHING_BELOW_RUNNER | {"base", "prompts", "answering"},
+    ),
     "cli": (["cli", "__main__"], {"base", "errors", "job", "typer", "click"}),
 }
 # Where the table says "inside functions", imports in function bodies are free; elsewhere they count too.

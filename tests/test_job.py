@@ -71,7 +71,7 @@ def test_defaults(write):
         ("sampling: {min_p: 1.5}", "sampling.min_p: must be at most 1.*, not 1.5"),
         ("sampling: {n: 0}", "sampling.n: must be at least 1, not 0"),
         ("engine: {device: tpu}", 'engine.device: must be auto, cpu, cuda or cuda:N .*"tpu"'),
-        ("engine: {dtype: int8}", "engine.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("engine: {dtype: int4}", "engine.dtype: must be 'auto', 'float32', 'bfloat16', 'float16' or 'int8'"),
         ("engine: {kv_memory: 2gig}", "engine.kv_memory: must be auto, a number of bytes, or a size such as 512MiB"),
         ("engine: {kv_memory: 12}", "engine.kv_memory: must be at least 1024 or 'auto', not 12"),
         ("engine: {threads: many}", "engine.threads: must be a whole number or 'auto', not the text \"many\""),
@@ -83,6 +83,15 @@ def test_defaults(write):
 def test_one_problem_is_one_line_with_key_and_way_out(write, added, said):
     (line,) = problems(write(GOOD + added))
     assert re.match(said, line), line
+
+
+@pytest.mark.parametrize("value", ["101%", "-1", "0.1", "true", "[1]", "five"])
+def test_max_failed_rows(write, value):
+    job = load_job(write(GOOD), ["output.max_failed_rows=5.5%"])
+    assert [job.output.max_failed(rows) for rows in (0, 18, 19, 100)] == [0, 0, 1, 5]
+    assert load_job(write(GOOD), ["output.max_failed_rows=7"]).output.max_failed(3) == 7
+    with pytest.raises(JobFileError, match=r"output.max_failed_rows: must be a number of rows, a share of them such as 5%"):
+        load_job(write(GOOD), [f"output.max_failed_rows={value}"])
 
 
 @pytest.mark.parametrize(
@@ -224,10 +233,16 @@ def test_settings_that_change_answers(write, tmp_path):
         return {key for key in base.keys() | new.keys() if base.get(key, "-") != new.get(key, "-")}
 
     harmless = ["engine.device=cpu", "engine.block_size=4", "engine.threads=2", "engine.max_running_requests=3"]
-    harmless += ["output.path=y", "output.commit_rows=1", "output.extract.pattern=a", "engine.kv_memory=1GiB"]
+    harmless += [
+        "output.path=y",
+        "output.max_failed_rows=5%",
+        "output.commit_rows=1",
+        "output.extract.pattern=a",
+        "engine.kv_memory=1GiB",
+    ]
     assert changed(*harmless) == set()
     answers = ("sampling.seed=1", "model.path=b/c", "prompt.user=x", "input.limit=3", "engine.dtype=float32")
-    for override in (*answers, "engine.kv_dtype=fp8"):
+    for override in (*answers, "engine.kv_dtype=fp8", "engine.batch_invariant=true"):
         assert changed(override) == {override.partition("=")[0]}
     (tmp_path / "p.txt").write_text("two")
     assert changed() == {"prompt.files.p"}

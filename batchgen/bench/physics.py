@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from batchgen.models.config import ModelConfig, kv_bytes_per_token, num_matmul_parameters
+from batchgen.models.cpu_linear import available_products
 from batchgen.models.decoder import Decoder
+from batchgen.models.layers import Linear
 from batchgen.records import Window
 
 ROW_COUNTS = (1, 16, 32, 64, 128, 256, 512)  # rows at which the matrix products are timed
@@ -106,7 +108,7 @@ def time_linears(model: Decoder, max_rows: int) -> LinearSeconds:
                 layer.mlp.down(inner)
 
         def head(x: torch.Tensor = x) -> None:
-            torch.nn.functional.linear(x, model.lm_head)
+            model.lm_head(x)
 
         body()
         repeats = 6 if n <= 64 else 3
@@ -119,6 +121,51 @@ def seconds_of(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def seconds_on(threads: int) -> Iterator[list[float]]:
+    """Yields a list that gets the seconds of the block: CPU time of one thread, which other work disturbs least, or wall
+    time of more."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    spent: list[float] = []
+    begin = clock()
+    yield spent
+    spent.append(clock() - begin)
+
+
+@torch.inference_mode()
+def time_best_linears(model: Decoder, max_rows: int, threads: int) -> LinearSeconds:
+    """As time_linears, of bare products of the model's shapes: at each row count the fastest of what this machine has."""
+    config = model.config
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    shapes = [
+        (config.hidden_size, heads),
+        (config.num_heads * config.head_dim, config.hidden_size),
+        (config.hidden_size, 2 * config.intermediate_size),
+        (config.intermediate_size, config.hidden_size),
+    ]
+    rows = [n for n in ROW_COUNTS if n < max_rows] + [max_rows]
+    layers = [sum(best_product(n, *shape, threads) for shape in shapes) * config.num_layers for n in rows]
+    heads_seconds = [best_product(n, config.hidden_size, config.vocab_size, threads) for n in rows]
+    return LinearSeconds(rows, layers, heads_seconds)
+
+
+def best_product(num_rows: int, num_in: int, num_out: int, threads: int) -> float:
+    """Seconds of x W^T, x [num_rows, num_in], W [num_out, num_in], by the fastest implementation, weights in no cache that
+    the rest of a model would not leave them in."""
+    copies = max(1, min(30, (64 << 20) // (4 * num_in * num_out)))
+    weights = [torch.randn(num_out, num_in) for _ in range(copies)]
+    x = torch.randn(num_rows, num_in)
+    best = float("inf")
+    for pack in available_products().values():
+        products = [pack(weight, None) for weight in weights]
+        for _ in range(4):
+            with seconds_on(threads) as spent:
+                for product in products:
+                    product(x)
+            best = min(best, spent[0] / copies)
+    return best
 
 
 @contextlib.contextmanager
@@ -145,13 +192,13 @@ def profiled(ops: Any) -> Iterator[dict[str, float]]:
         return timed("attention", timed("attention plan", plan_attention)(*args))
 
     originals = {name: getattr(ops, name) for name in PARTS}
-    linear = torch.nn.functional.linear
+    linear = Linear.forward
     for name, function in originals.items():
         setattr(ops, name, plan if name == "plan_attention" else timed(PARTS[name], function))
-    torch.nn.functional.linear = timed("matrix products", linear)
+    Linear.forward = timed("matrix products", linear)  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        torch.nn.functional.linear = linear
+        Linear.forward = linear  # type: ignore[method-assign]
         for name, function in originals.items():
             setattr(ops, name, function)

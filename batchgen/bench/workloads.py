@@ -9,7 +9,7 @@ import io
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 
 from batchgen.errors import UsageError
 from batchgen.job import load_job
-from batchgen.models.loader import eos_token_ids
 from batchgen.plan.window import plan_window
+from batchgen.prompts import make_token_store, open_inputs
 from batchgen.records import Window
 from batchgen.report.progress import Progress
-from batchgen.runner import make_token_store, open_inputs
 
 JOBS = Path(__file__).parents[2] / "jobs"
 BLOCK_SIZE = 16
@@ -30,31 +29,45 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts in file order. A row ends at the first of `end_token_ids`, or with `max_tokens` tokens."""
+    """Prompts in file order, each answered `num_samples` times with exactly `max_tokens` tokens, end tokens or not.
+
+    A request is one sample of one row: request i asks for `prompts[i // num_samples]`.
+    """
 
     name: str
     about: str
     prompts: list[np.ndarray]  # int32 ids
     row_keys: np.ndarray  # [n] uint64
     max_tokens: int
-    end_token_ids: tuple[int, ...] = ()  # none: every row gets exactly max_tokens tokens
+    num_samples: int = 1
+    num_blocks: int = 0  # the KV memory that each system gets, in blocks of BLOCK_SIZE tokens; 0: not set yet
 
-    def up_to_end(self, answer: list[int]) -> list[int]:
-        """`answer` without what follows its first end token: a static batch pads the rows that are done."""
-        ends = [i for i, token in enumerate(answer) if token in self.end_token_ids]
-        return answer[: ends[0] + 1] if ends else answer
-
-    def is_whole(self, answer: list[int]) -> bool:
-        return len(answer) == self.max_tokens or (len(answer) > 0 and answer[-1] in self.end_token_ids)
+    def requests(self) -> list[np.ndarray]:
+        """The prompt of every request: what a system is given that takes no number of samples."""
+        return [prompt for prompt in self.prompts for _ in range(self.num_samples)]
 
     def window(self) -> Window:
         """The plan of all rows."""
         lengths = np.array([len(p) for p in self.prompts], np.int32)
         return plan_window(lambda i: self.prompts[i], np.arange(len(self.prompts)), lengths, BLOCK_SIZE)
 
+    def take(self, rows: np.ndarray) -> Workload:
+        """Only these rows, in this order."""
+        return replace(self, prompts=[self.prompts[i] for i in rows], row_keys=self.row_keys[rows])
+
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        """Of all requests."""
+        return sum(map(len, self.prompts)) * self.num_samples
+
+    def memory_settings(self) -> dict[str, int]:
+        """KV blocks by setting: `ample` holds every request whole, `scarce` a tenth of the prompts' tokens.
+
+        (Scarce holds the longest request too, or it could not be answered.)
+        """
+        whole = [-(-(len(p) + self.max_tokens) // BLOCK_SIZE) for p in self.prompts]
+        tenth = self.num_prompt_tokens // 10 // BLOCK_SIZE
+        return {"ample": sum(whole) * self.num_samples, "scarce": max(tenth, max(whole) + 1)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,8 @@ class Recipe:
     quick_rows: int
     max_tokens: int
     quick_max_tokens: int
-    natural_end: bool  # whether rows end where the model ends them, as a chat does
+    num_samples: int = 1
+    shuffled: bool = False  # where the file keeps together what rows share, and real input would not
 
 
 def _docqa(jobs: Path, rows: int) -> list[str]:
@@ -85,16 +99,49 @@ def _gsm8k(jobs: Path, rows: int) -> list[str]:
     return ["prompt.files={}", f"prompt.text={json.dumps(text)}"]
 
 
-def _no_sharing(jobs: Path, rows: int) -> list[str]:
+def _gsm8k_alone(jobs: Path, rows: int) -> list[str]:
     return ["prompt.files={}", 'prompt.text="{{ question }}"']
 
 
+def _other_data(jobs: Path, file: str, **prompt: str | None) -> list[str]:
+    """The demo's chat over another file: its system and user prompts are replaced by `prompt`."""
+    path = json.dumps(str(jobs / "data" / file))
+    given: dict[str, str | None] = {"system": None, "user": None, **prompt}
+    return [
+        f"input.path={path}",
+        "input.where=null",
+        "output.prefix=batchgen_",
+        *(f"prompt.{key}={json.dumps(text)}" for key, text in given.items()),
+    ]
+
+
+def _orderlines(jobs: Path, rows: int) -> list[str]:
+    instruction = (jobs / "data/orderlines_instruction.txt").read_text("utf-8").strip()
+    fields = ("product", "options", "price", "status", "country")
+    user = "\n".join(f"{field}: {{{{ {field} }}}}" for field in fields)
+    return _other_data(jobs, "orderlines.parquet", system=instruction, user=user)
+
+
+def _tool_chat(jobs: Path, rows: int) -> list[str]:
+    return _other_data(jobs, "tool_chat.parquet", messages="messages")
+
+
+def _humaneval(jobs: Path, rows: int) -> list[str]:
+    user = "Complete this Python function. Reply with code only.\n\n{{ prompt }}"
+    return _other_data(jobs, "humaneval.parquet", user=user)
+
+
 RECIPES = {
-    "docqa": Recipe(
-        "6 questions on each of some documents, shuffled, as a chat", "demo.yaml", _docqa, 120, 30, 48, 32, True
+    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 64, 16, 32, 16),
+    "docqa": Recipe("6 questions on each of some documents, shuffled, as a chat", "demo.yaml", _docqa, 72, 18, 32, 16),
+    "orderlines": Recipe("table rows after one long instruction, as a chat", "demo.yaml", _orderlines, 64, 16, 32, 16),
+    "tool-chat": Recipe(
+        "chats whose system prompts are lists of tools, shuffled", "demo.yaml", _tool_chat, 20, 8, 32, 16, shuffled=True
     ),
-    "gsm8k-8shot": Recipe("8 worked examples before each question, raw text", "eval.yaml", _gsm8k, 96, 16, 64, 32, False),
-    "no-sharing": Recipe("the bare questions: nothing in common", "eval.yaml", _no_sharing, 96, 32, 64, 32, False),
+    "humaneval-n10": Recipe(
+        "10 answers to each function to complete, as a chat", "demo.yaml", _humaneval, 12, 3, 48, 16, num_samples=10
+    ),
+    "gsm8k-0shot": Recipe("the bare questions: nothing in common", "eval.yaml", _gsm8k_alone, 64, 24, 48, 16),
 }
 
 
@@ -117,5 +164,5 @@ def load_workload(
         prompts = [store.tokens(i).copy() for i in range(store.num_rows)]
         keys = store.row_keys.copy()
     limit = max_tokens or (recipe.quick_max_tokens if quick else recipe.max_tokens)
-    ends = tuple(sorted(eos_token_ids(inputs.files))) if recipe.natural_end else ()
-    return Workload(name, recipe.about, prompts, keys, limit, ends)
+    workload = Workload(name, recipe.about, prompts, keys, limit, recipe.num_samples)
+    return workload.take(np.random.default_rng(0).permutation(len(prompts))) if recipe.shuffled else workload

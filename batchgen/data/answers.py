@@ -1,7 +1,8 @@
 """Committed answers back in input order, one bucket of rows at a time, in memory that does not grow with the job.
 
 Parts are in the order in which rows ended. If all answers fit in one bucket they are sorted there; else a first pass deals
-them out to one spill file a bucket, and a second pass sorts each. Every bucket is checked: each (row, sample) exactly once.
+them out to one spill file a bucket, and a second pass sorts each. Of two answers to one (row, sample) the one committed last
+counts. Every bucket is checked: each (row, sample) has one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.durable import explain_os_errors
+from batchgen.data.job_rows import JobRows
+from batchgen.data.part import read_part
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import ANSWER_SCHEMA
-from batchgen.data.writer import read_part
 from batchgen.errors import CorruptRunError
 from batchgen.records import Part
 
@@ -26,12 +28,12 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class SortedAnswers:
-    """The answers to `rows` (sorted positions, int64 [num_rows]) with `n` samples each.
+    """The answers to `rows` with `n` samples each.
 
     `spill` is a folder for temporary files; the caller deletes it.
     """
 
-    def __init__(self, folder: RunFolder, parts: list[Part], rows: np.ndarray, n: int, spill: Path):
+    def __init__(self, folder: RunFolder, parts: list[Part], rows: JobRows, n: int, spill: Path):
         self.folder, self.parts, self.rows, self.n, self.spill = folder, parts, rows, n, spill
         self.bucket_rows = self._rows_in_a_bucket()
         self.num_buckets = -(-len(rows) // self.bucket_rows)
@@ -39,10 +41,10 @@ class SortedAnswers:
     def buckets(self) -> Iterator[pa.Table]:
         """Tables in ANSWER_SCHEMA, sorted by (row, sample_index); together all of `rows`, `bucket_rows` rows each.
 
-        Raises CorruptRunError if an answer is missing, doubled or to no row of the job, or if a part is damaged.
+        Raises CorruptRunError if an answer is missing, or if a part is damaged.
         """
         if self.num_buckets <= 1:
-            tables = [self._known(read_part(self.folder, part)) for part in self.parts]
+            tables = [self._placed(part) for part in self.parts]
             if self.num_buckets == 1:
                 yield self._sorted(0, tables)
             return
@@ -66,26 +68,30 @@ class SortedAnswers:
             fit = min(fit, int(BUCKET_BYTES / max(1, num_bytes / num_answers)))
         return max(1, fit // self.n)
 
-    def _known(self, table: pa.Table) -> pa.Table:
-        """Refuse answers to rows that the job does not have."""
-        row, sample = table["row"].to_numpy(), table["sample_index"].to_numpy()
-        at = np.searchsorted(self.rows, row)
-        known = np.zeros(len(row), bool)
-        inside = at < len(self.rows)
-        known[inside] = self.rows[at[inside]] == row[inside]
-        known &= (sample >= 0) & (sample < self.n)
-        if not known.all():
-            pairs = _pairs(row[~known], sample[~known])
-            raise CorruptRunError(f"{self.folder.path}: answers to (row, sample) that the job does not have: {pairs}")
-        return table
+    def _placed(self, part: Part) -> pa.Table:
+        """The answers in a part that are those of a row now, `row` being where it stands now, in ANSWER_SCHEMA."""
+        table = read_part(self.folder, part)
+        index = self.rows.find(table["row_key"].to_numpy(), table["prompt_hash"].to_numpy())
+        sample = table["sample_index"].to_numpy()
+        place = (index * self.n + sample)[index >= 0]
+        if len(np.unique(place)) < len(place) or np.any((sample < 0) | (sample >= self.n)):
+            raise CorruptRunError(
+                f"{self.folder.parts / part.name}: holds two answers to one (row, sample), or a sample that the job does "
+                "not have; move this file away and run the job again, which computes its answers anew"
+            )
+        table = table.filter(pa.array(index >= 0)).select(ANSWER_SCHEMA.names)
+        row = pa.array(self.rows.rows[index[index >= 0]])
+        return table.set_column(0, ANSWER_SCHEMA.field("row"), row).cast(ANSWER_SCHEMA)
 
     def _deal_out(self) -> None:
         self.spill.mkdir(parents=True)
         held: dict[int, list[pa.Table]] = {}
         num_bytes = 0
         for part in self.parts:
-            table = self._known(read_part(self.folder, part))
-            bucket = np.searchsorted(self.rows, table["row"].to_numpy()) // self.bucket_rows
+            table = self._placed(part)
+            if not table.num_rows:
+                continue
+            bucket = self.rows.index(table["row"].to_numpy()) // self.bucket_rows
             order = np.argsort(bucket, kind="stable")
             table = table.take(order)
             names, starts = np.unique(bucket[order], return_index=True)
@@ -108,19 +114,19 @@ class SortedAnswers:
         return self.spill / f"bucket-{bucket:06d}.arrows"
 
     def _sorted(self, bucket: int, tables: list[pa.Table]) -> pa.Table:
-        rows = self.rows[bucket * self.bucket_rows :][: self.bucket_rows]
+        rows = self.rows.rows[bucket * self.bucket_rows :][: self.bucket_rows]
         table = pa.concat_tables([ANSWER_SCHEMA.empty_table(), *tables]).combine_chunks()
         place = np.searchsorted(rows, table["row"].to_numpy()) * self.n + table["sample_index"].to_numpy()
-        count = np.bincount(place, minlength=len(rows) * self.n)
-        for wrong, what in ((count == 0, "no answer to"), (count > 1, "more than one answer to")):
-            if wrong.any():
-                at = np.flatnonzero(wrong)
-                raise CorruptRunError(
-                    f"{self.folder.path}: {what} {len(at)} (row, sample) of rows {rows[0]} to {rows[-1]}, "
-                    f"such as {_pairs(rows[at // self.n], at % self.n)}; "
-                    "run the same command again to compute what is missing, or start in a new output.path"
-                )
-        return table.take(np.argsort(place))
+        newest = np.full(len(rows) * self.n, -1)
+        np.maximum.at(newest, place, np.arange(len(place)))  # tables come in the order of the log
+        missing = np.flatnonzero(newest < 0)
+        if len(missing):
+            raise CorruptRunError(
+                f"{self.folder.path}: no answer to {len(missing)} (row, sample) of rows {rows[0]} to {rows[-1]}, "
+                f"such as {_pairs(rows[missing // self.n], missing % self.n)}; "
+                "run the same command again to compute what is missing, or start in a new output.path"
+            )
+        return table.take(newest)
 
 
 def _read_spill(path: Path) -> Iterator[pa.Table]:

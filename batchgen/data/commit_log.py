@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from batchgen.data.durable import explain_os_errors, fsync_folder
-from batchgen.errors import CorruptRunError
+from batchgen.data.durable import explain_os_errors, fsync_folder, write_atomically
 from batchgen.records import Part
+
+
+class LogContent(NamedTuple):
+    parts: list[Part]  # of the good records, oldest first
+    num_damaged: int  # records before the last good one that are not good: no crash leaves that behind
+    num_bytes: int  # up to the end of the last good record: what follows is torn, and the next append cuts it away
 
 
 class CommitLog:
@@ -21,11 +27,9 @@ class CommitLog:
         self._good_bytes: int | None = None  # where the next record goes; known after the first read
 
     def read(self) -> list[Part]:
-        """All committed parts, oldest first. A torn last record (the crash came while it was written) is left out.
-
-        Raises CorruptRunError for a bad record before the last one: no crash leaves that behind.
-        """
-        return self._read()[0]
+        """All committed parts, oldest first. A torn last record (the crash came while it was written) is left out, as are
+        damaged ones."""
+        return self.inspect().parts
 
     def append(self, part: Part) -> None:
         """Add one record, durable on return. A torn last record is cut away first.
@@ -33,7 +37,7 @@ class CommitLog:
         Raises BatchgenError if the disk refuses; what it left of the record is torn, and so not there.
         """
         if self._good_bytes is None:
-            self._good_bytes = self._read()[1]
+            self._good_bytes = self.inspect().num_bytes
         line = _to_line(part)
         with explain_os_errors(self.path):
             is_new = not self.path.exists()
@@ -46,24 +50,26 @@ class CommitLog:
                 fsync_folder(self.path.parent)
         self._good_bytes += len(line)
 
-    def _read(self) -> tuple[list[Part], int]:
-        """Good records, and the number of bytes they take at the start of the file."""
+    def rewrite(self, parts: list[Part]) -> None:
+        """Make it hold records of `parts` only, in one step. Raises BatchgenError if the disk refuses; it then stays."""
+        lines = [_to_line(part) for part in parts]
+        write_atomically(self.path, lambda file: file.writelines(lines))
+        self._good_bytes = None
+
+    def inspect(self) -> LogContent:
         if not self.path.exists():
-            return [], 0
-        lines = self.path.read_bytes().splitlines(keepends=True)
+            return LogContent([], 0, 0)
         parts: list[Part] = []
-        num_bytes = 0
-        for number, line in enumerate(lines, start=1):
+        at = good_bytes = num_bad = num_damaged = 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            at += len(line)
             part = _from_line(line)
-            if part is None and number < len(lines):
-                raise CorruptRunError(
-                    f"{self.path}: record {number} of {len(lines)} is damaged. Delete that line to compute the rows of its "
-                    "part again, then run the same command; the other parts stay"
-                )
-            if part is not None:
+            if part is None:
+                num_bad += 1
+            else:
                 parts.append(part)
-                num_bytes += len(line)
-        return parts, num_bytes
+                good_bytes, num_damaged = at, num_bad
+        return LogContent(parts, num_damaged, good_bytes)
 
 
 def _to_line(part: Part) -> bytes:

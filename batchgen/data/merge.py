@@ -5,13 +5,14 @@ Written to results.tmp, then swapped in. It may be repeated; whatever a crash le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from batchgen.data.answers import SortedAnswers
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import explain_os_errors, fsync_folder
 from batchgen.data.extract import extract_column, is_correct
+from batchgen.data.job_rows import JobRows
 from batchgen.data.reader import Reader, require_columns
 from batchgen.data.rows import iter_rows
 from batchgen.data.run_folder import RunFolder
@@ -46,12 +48,12 @@ class MergeSummary(NamedTuple):
         return self.num_correct / self.num_scored if self.num_scored else None
 
 
-def merge(reader: Reader, job: Job, folder: RunFolder, rows: np.ndarray, n: int) -> MergeSummary:
+def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) -> MergeSummary:
     """Write results/part-00000.parquet ... from all committed parts; one output row for each (row, sample_index).
 
-    `rows` int64 [num_rows]: the job's rows as sorted positions in the input. Memory is bounded, whatever their number.
-    Raises CorruptRunError if a (row, sample) is missing or doubled or a part is damaged, UsageError if columns collide,
-    BatchgenError if the disk refuses.
+    `rows`: the job's rows as they stand in the input. Beside them memory is bounded, whatever their number.
+    Raises CorruptRunError if a (row, sample) is missing or a part is damaged, UsageError if columns collide, BatchgenError
+    if the disk refuses.
     """
     schema = results_schema(reader.schema, job)
     aside, old = folder.path / "results.tmp", folder.path / "results.old"
@@ -62,7 +64,7 @@ def merge(reader: Reader, job: Job, folder: RunFolder, rows: np.ndarray, n: int)
     answers = SortedAnswers(folder, CommitLog(folder.commit_log).read(), rows, n, aside / "spill")
     tally = _Tally()
     with ResultsWriter(aside, schema, job.output) as writer:
-        for asked, answered in _zip(reader, job, rows, answers):
+        for asked, answered in _zip(reader, job, rows.rows, answers):
             writer.write(_joined(asked, answered, schema, job, tally))
     with explain_os_errors(folder.results):
         shutil.rmtree(aside / "spill", ignore_errors=True)
@@ -170,7 +172,8 @@ class ResultsWriter:
     def __init__(self, folder: Path, schema: pa.Schema, output: OutputSection):
         self.folder, self.schema, self.output = folder, schema, output
         self.names: list[str] = []
-        self._file: pq.ParquetWriter | None = None
+        self._file: BinaryIO | None = None
+        self._parquet: pq.ParquetWriter | None = None
         self._rows_in_file = 0
         self._held: list[pa.RecordBatch] = []
 
@@ -184,7 +187,8 @@ class ResultsWriter:
                 self._open_next()
             self._close_file()
         elif self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what it writes on closing; the error that led here is the one to tell
+                self._file.close()
 
     def write(self, batch: pa.RecordBatch) -> None:
         while batch.num_rows:
@@ -207,10 +211,10 @@ class ResultsWriter:
             return
         if self._file is None:
             self._open_next()
-        assert self._file is not None
+        assert self._parquet is not None
         table = pa.Table.from_batches(self._held, self.schema)
         with explain_os_errors(self.folder / self.names[-1]):
-            self._file.write_table(table, row_group_size=_ROW_GROUP_ROWS)
+            self._parquet.write_table(table, row_group_size=_ROW_GROUP_ROWS)
         self._rows_in_file += table.num_rows
         self._held = []
 
@@ -218,14 +222,14 @@ class ResultsWriter:
         self.names.append(f"part-{len(self.names):05d}.parquet")
         path = self.folder / self.names[-1]
         with explain_os_errors(path):
-            self._file = pq.ParquetWriter(path, self.schema, compression=self.output.compression)
+            self._file = open(path, "wb")  # noqa: SIM115 (held open between writes)
+            self._parquet = pq.ParquetWriter(self._file, self.schema, compression=self.output.compression)
 
     def _close_file(self) -> None:
-        if self._file is None:
+        if self._file is None or self._parquet is None:
             return
-        path = self.folder / self.names[-1]
-        with explain_os_errors(path):
-            self._file.close()
-            with open(path, "rb+") as written:
-                os.fsync(written.fileno())
+        with explain_os_errors(self.folder / self.names[-1]), self._file as file:
+            self._parquet.close()
+            file.flush()
+            os.fsync(file.fileno())
         self._file, self._rows_in_file = None, 0

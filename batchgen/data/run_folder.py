@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.durable import explain_os_errors, fsync_folder, write_atomically
+from batchgen.data.durable import TMP_SUFFIX, explain_os_errors, fsync_folder, write_atomically
 from batchgen.errors import CorruptRunError, RunFolderError
 
 FORMAT = "batchgen run folder"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: parts say whose answers they hold, by row key and prompt hash
+INPUT_FILE = "input file "  # begins the fingerprint's keys of the input's files
 _ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
@@ -43,6 +44,7 @@ class RunFolder:
         self.job_file = self.path / "job.json"
         self.summary = self.path / "summary.json"
         self.lock_file = self.path / "LOCK"
+        self.input_has_changed = False  # told by `begin`
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
@@ -50,6 +52,9 @@ class RunFolder:
         with explain_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
+            for left in self.path.glob("*" + TMP_SUFFIX):  # of writes that a crash broke off; results.tmp is the merge's
+                if left.is_file():
+                    left.unlink()
             self.parts.mkdir(exist_ok=True)
             fsync_folder(self.path)
             fsync_folder(self.path.parent)
@@ -63,13 +68,27 @@ class RunFolder:
     def begin(self, job: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
         """Record the job in a new folder, or check that it may go on in this one. True if it goes on.
 
-        `job` is the resolved job (JSON values). Of an old job only what the fingerprint leaves out may differ; the new
-        values are recorded. Raises RunFolderError, see check_fingerprint.
+        `job` is the resolved job (JSON values). Of an old job only what the fingerprint leaves out may differ, and files of
+        the input: any of them with input.id_column, else new ones. Then the prompts are tokenized again. The new values are
+        recorded. Raises RunFolderError that lists each other key whose value differs, with both values.
         """
         resumed = self.job_file.exists()
         if resumed:
-            self.check_fingerprint(fingerprint)
             record = self.read()
+            self._refuse_old_format(record)
+            changed = _differences(record["fingerprint"], fingerprint)
+            refused = {key: values for key, values in changed.items() if not _may_change(key, values, fingerprint)}
+            if refused:
+                by_position = any(key.startswith(INPUT_FILE) for key in refused)
+                raise RunFolderError(
+                    f"{self.path}: this folder holds answers of another job:\n{_listed(refused)}"
+                    + ("(without input.id_column files may be added, but not change)\n" if by_position else "")
+                    + "set these back to go on with it; or give another output.path, or --restart, to start anew"
+                )
+            self.input_has_changed = bool(changed)
+            if changed:
+                self._forget_tokens()
+                record["state"]["finished"] = False
         else:
             if (log := self.commit_log).exists() and log.stat().st_size:
                 raise CorruptRunError(
@@ -80,17 +99,67 @@ class RunFolder:
         self._write(record)
         return resumed
 
-    def check_fingerprint(self, new: Mapping[str, Any]) -> None:
-        """Raises RunFolderError that lists each key whose value differs from the folder's, with both values."""
-        new = json.loads(json.dumps(dict(new)))
-        old = self.read()["fingerprint"]
-        changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-        lines = [f"  {key}: was {_shown(old.get(key, _ABSENT))}, is now {_shown(new.get(key, _ABSENT))}" for key in changed]
-        if lines:
+    def check_rerun(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+        """What a re-run of some rows has that differs from the job: key -> its value. Nothing is recorded.
+
+        Raises RunFolderError if there is no job here, or if more differs than sampling (but not n) and engine.
+        """
+        record = self.read()
+        self._refuse_old_format(record)
+        changed = _differences(record["fingerprint"], fingerprint)
+        refused = {
+            key: values
+            for key, values in changed.items()
+            if not key.startswith(("sampling.", "engine.")) or key == "sampling.n"
+        }
+        if refused:
             raise RunFolderError(
-                f"{self.path}: this folder holds answers of another job:\n" + "\n".join(lines) + "\n"
-                "set these back to go on with it, or give another output.path to start anew"
+                f"{self.path}: a re-run of some rows may change sampling (but not n) and engine; more has changed:\n"
+                f"{_listed(refused)}set these back; or run without --only first if the input has changed"
             )
+        return {key: None if new is _ABSENT else new for key, (_, new) in changed.items()}
+
+    def begin_rerun(self, only: str, settings: Mapping[str, Any], last_part: int) -> int:
+        """Record that a re-run begins after the part of number `last_part`; returns the number after which it began, which
+        is an earlier one if the same re-run was broken off."""
+        record = self.read()
+        history = record.setdefault("history", [])
+        latest = history[-1] if history else {"finished": True}
+        if latest["finished"] or (latest["only"], latest["settings"]) != (only, dict(settings)):
+            latest = {"only": only, "settings": dict(settings), "after_part": last_part, "finished": False}
+            history.append(latest | {"began_at": time.time()})
+            self._write(record)
+        return latest["after_part"]
+
+    def end_rerun(self) -> None:
+        record = self.read()
+        record["history"][-1]["finished"] = True
+        self._write(record)
+
+    def check_input(self, files: Mapping[str, str]) -> None:
+        """For a merge alone. Raises RunFolderError if the input's files (their part of the fingerprint) have changed."""
+        record = self.read()
+        self._refuse_old_format(record)
+        old = {key: value for key, value in record["fingerprint"].items() if key.startswith(INPUT_FILE)}
+        if changed := _differences(old, files):
+            raise RunFolderError(
+                f"{self.path}: the input has changed since it was answered:\n{_listed(changed)}"
+                "run the job again, which computes what is new"
+            )
+
+    def _refuse_old_format(self, record: Mapping[str, Any]) -> None:
+        if record["version"] < FORMAT_VERSION:
+            raise RunFolderError(
+                f"{self.path}: made by batchgen {record['batchgen']}, whose parts do not say which prompt they answer; "
+                "go on with that version, or begin anew with --restart"
+            )
+
+    def _forget_tokens(self) -> None:
+        """Before the new fingerprint is recorded: a token store that is there is that of the fingerprint."""
+        with explain_os_errors(self.path):
+            for path in self.path.glob("tokens*"):
+                path.unlink()
+            fsync_folder(self.path)
 
     def read(self) -> dict[str, Any]:
         """The content of job.json. Raises RunFolderError if it is not there, CorruptRunError if it cannot be read."""
@@ -140,9 +209,32 @@ class RunFolder:
                         f"{self.path}: in use by {holder}; wait for it or stop it, or give another output.path"
                     ) from None
                 time.sleep(0.05)
+        if not self.lock_file.exists() or not os.path.samestat(os.fstat(handle), os.stat(self.lock_file)):
+            os.close(handle)  # the lock of a folder that has another name now
+            raise RunFolderError(f"{self.path}: another process has moved it aside just now; run the same command again")
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode(), 0)
         return handle
+
+
+def set_aside(path: str | os.PathLike[str]) -> Path | None:
+    """Rename the run folder `path` to PATH.1, or the next number that is free; its new path, or None if there is no run.
+
+    Raises RunFolderError if it is in use or something else than a run folder, BatchgenError if the system refuses.
+    """
+    folder = Path(os.path.abspath(path))
+    if not folder.exists():
+        return None
+    with RunFolder(folder) as run:
+        if not run.job_file.exists():
+            return None
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        with explain_os_errors(aside):
+            os.rename(folder, aside)
+            fsync_folder(folder.parent)
+    return aside
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
@@ -168,6 +260,22 @@ def read_holder(lock_file: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (old value, new value) of all that differ, sorted; _ABSENT where there is none."""
+    new = json.loads(json.dumps(dict(new)))
+    pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in sorted(old.keys() | new.keys())}
+    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}
+
+
+def _may_change(key: str, values: tuple[Any, Any], fingerprint: Mapping[str, Any]) -> bool:
+    """Rows that an id names are found wherever they are; others only where they were, so their files must stay."""
+    return key.startswith(INPUT_FILE) and (fingerprint.get("input.id_column") is not None or values[0] is _ABSENT)
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "".join(f"  {key}: was {_shown(old)}, is now {_shown(new)}\n" for key, (old, new) in changed.items())
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,8 @@ from batchgen.data.run_folder import read_holder, read_job_file
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Counts are in answers: one for each (row, sample)."""
+    """Counts are in answers: one for each (row, sample). Answers that count no more (their row has changed, or was answered
+    once more) are left out, as far as the last run has counted them when it began."""
 
     path: Path
     num_answers: int | None  # owed in all; None before the rows are counted
@@ -26,16 +27,17 @@ class RunStatus:
 
 
 def read_status(path: str | os.PathLike[str]) -> RunStatus:
-    """Raises RunFolderError if `path` is not a run folder, CorruptRunError if its log is damaged."""
+    """Raises RunFolderError if `path` is not a run folder, CorruptRunError if its job.json is damaged."""
     folder = Path(path)
     state = read_job_file(folder)["state"]
     parts = CommitLog(folder / "commit.log").read()
-    num_rows = state.get("num_rows")
+    num_rows, num_samples = state.get("num_rows"), state.get("num_samples", 1)
+    new = [part for part in parts if part.number > state.get("standing_since_part", 0)]
     return RunStatus(
         path=folder,
-        num_answers=None if num_rows is None else num_rows * state.get("num_samples", 1),
-        num_committed=sum(part.num_rows for part in parts),
-        num_failed=sum(part.num_failed for part in parts),
+        num_answers=None if num_rows is None else num_rows * num_samples,
+        num_committed=state.get("standing_rows", 0) * num_samples + sum(part.num_rows for part in new),
+        num_failed=state.get("standing_failed", 0) * num_samples + sum(part.num_failed for part in new),
         num_parts=len(parts),
         is_finished=bool(state.get("finished")) and (folder / "results").is_dir(),
         last_commit_at=parts[-1].committed_at if parts else None,

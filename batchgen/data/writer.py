@@ -13,33 +13,48 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from batchgen.data.budget import ErrorBudget
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import write_atomically
+from batchgen.data.job_rows import JobRows
+from batchgen.data.ledger import Ledger
+from batchgen.data.part import part_table
+from batchgen.data.recover import next_number, recover
 from batchgen.data.run_folder import RunFolder
-from batchgen.data.schema import completions_to_table
-from batchgen.errors import CorruptRunError
 from batchgen.records import Completion, Part, RowStatus
 
 
 class PartWriter:
     """Collects completions and commits them every `commit_rows` or `commit_seconds`. Use it inside the folder's lock.
 
-    Opening it deletes what a crash left in parts/ and checks that every committed part is there (CorruptRunError if not).
+    Opening it deletes what a crash left in parts/ and sets damaged parts aside, see recover; `repairs` tells of those.
     """
 
     def __init__(
-        self, folder: RunFolder, commit_rows: int = 256, commit_seconds: float = 30.0, compression: str = "zstd"
+        self,
+        folder: RunFolder,
+        rows: JobRows,
+        commit_rows: int = 256,
+        commit_seconds: float = 30.0,
+        compression: str = "zstd",
     ) -> None:
         self.folder = folder
+        self.rows = rows
         self.commit_rows = commit_rows
         self.commit_seconds = commit_seconds
         self.compression = compression
         self.log = CommitLog(folder.commit_log)
-        self.parts = self.log.read()
+        self.parts, self.repairs = recover(folder)
+        self.ledger = Ledger(folder, self.parts, rows)
+        self.budget = ErrorBudget(None)
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
-        self._check_committed_parts()
-        self._delete_stray_files()
+
+    def learn(self, rows: JobRows) -> None:
+        """More rows of the job are known than when this was opened; everything it was given is committed first."""
+        self.commit()
+        self.rows = rows
+        self.ledger = Ledger(self.folder, self.parts, rows)
 
     def __enter__(self) -> PartWriter:
         return self
@@ -52,10 +67,17 @@ class PartWriter:
         return len(self._waiting)
 
     def add(self, *completions: Completion) -> None:
-        """Take completions that belong into one part; commits if it is time. Raises BatchgenError if the disk refuses."""
+        """Take completions that belong into one part; commits if it is time.
+
+        Raises BatchgenError if the disk refuses, TooManyFailedRows, after a commit, if the error budget is spent.
+        """
         if not self._waiting:
             self._oldest_since = time.monotonic()
         self._waiting.extend(completions)
+        self.budget.count(completions)
+        if self.budget.is_spent:
+            self.commit()
+            self.budget.check()
         self.commit_if_due()
 
     def commit_if_due(self) -> bool:
@@ -70,8 +92,8 @@ class PartWriter:
         """Make all that waits safe, as one part; None if nothing waits. Raises BatchgenError; the rows then wait on."""
         if not self._waiting:
             return None
-        name = f"part-{self._next_number():06d}.parquet"
-        image = self._encode(completions_to_table(self._waiting))
+        name = f"part-{next_number(self.folder):06d}.parquet"
+        image = self._encode(part_table(self._waiting, self.rows))
         write_atomically(self.folder.parts / name, lambda file: file.write(image))
         rows = [one.row for one in self._waiting]
         part = Part(
@@ -93,63 +115,23 @@ class PartWriter:
         """Commit the rest. Also right after an exception: a completion handed over is a finished row."""
         self.commit()
 
-    def finished(self) -> tuple[np.ndarray, np.ndarray]:
-        """What is committed, in no useful order: rows [n] int64, sample indices [n] int32. Reads two columns of each part.
+    def expect(self, owed: np.ndarray, max_failed_rows: int | None = None) -> dict[str, int]:
+        """Say which rows (their positions) will be answered now. Returns what stands without them, for the folder's state.
 
-        Raises CorruptRunError for a part that cannot be read.
+        Raises TooManyFailedRows if more of the others have failed than `max_failed_rows`.
         """
-        rows, samples = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        for part in self.parts:
-            table = read_part_columns(self.folder, part, ["row", "sample_index"])
-            rows.append(table["row"].to_numpy())
-            samples.append(table["sample_index"].to_numpy())
-        return np.concatenate(rows), np.concatenate(samples)
+        standing = self.ledger.is_answered & ~np.isin(self.rows.rows, owed)
+        num_failed = int((standing & self.ledger.is_failed).sum())
+        self.budget = ErrorBudget(max_failed_rows, num_failed)
+        self.budget.check()
+        last_part = max((part.number for part in self.parts), default=0)
+        return {"standing_rows": int(standing.sum()), "standing_failed": num_failed, "standing_since_part": last_part}
+
+    def finished(self) -> np.ndarray:
+        """[n] int64: positions of the job's rows that were answered when this was opened."""
+        return self.rows.rows[self.ledger.is_answered]
 
     def _encode(self, table: pa.Table) -> memoryview:
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression=self.compression)
         return memoryview(sink.getvalue())
-
-    def _next_number(self) -> int:
-        return 1 + max((int(part.name[5:-8]) for part in self.parts), default=0)
-
-    def _check_committed_parts(self) -> None:
-        for part in self.parts:
-            path = self.folder.parts / part.name
-            num_bytes = path.stat().st_size if path.is_file() else None
-            if num_bytes != part.num_bytes:
-                found = "missing" if num_bytes is None else f"{num_bytes} bytes long instead of {part.num_bytes}"
-                raise damaged(self.folder, part, found)
-
-    def _delete_stray_files(self) -> None:
-        committed = {part.name for part in self.parts}
-        for path in self.folder.parts.iterdir():
-            if path.name not in committed and path.is_file():
-                path.unlink()
-
-
-def read_part(folder: RunFolder, part: Part) -> pa.Table:
-    """A committed part in ANSWER_SCHEMA, its checksum compared. Raises CorruptRunError."""
-    try:
-        image = (folder.parts / part.name).read_bytes()
-    except OSError as error:
-        raise damaged(folder, part, error.strerror or str(error)) from None
-    if xxhash.xxh3_128_hexdigest(image) != part.checksum:
-        raise damaged(folder, part, "changed since it was committed (its checksum differs)")
-    return pq.read_table(pa.BufferReader(image))
-
-
-def read_part_columns(folder: RunFolder, part: Part, columns: list[str]) -> pa.Table:
-    """Some columns of a committed part, without its checksum. Raises CorruptRunError."""
-    try:
-        with pq.ParquetFile(folder.parts / part.name) as file:
-            return file.read(columns=columns)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(folder, part, str(error)) from None
-
-
-def damaged(folder: RunFolder, part: Part, found: str) -> CorruptRunError:
-    return CorruptRunError(
-        f"{folder.parts / part.name}: {found}, but it is committed. Put it back; or, to compute its {part.num_rows} answers "
-        f"again, delete the line that names {part.name} from {folder.commit_log} and run the same command"
-    )

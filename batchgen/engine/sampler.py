@@ -28,6 +28,11 @@ class SamplingConfig(NamedTuple):
     seed: int = 0
     min_p: float = 0.0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether an answer depends on its prompt alone, not on its row's seed."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1 or self.top_p <= 0.0
+
 
 def philox(counter: np.ndarray, seed: int) -> np.ndarray:
     """Philox4x32-10. counter: [n, 4] uint32; seed: the 64-bit key. Returns [n, 4] uint32."""
@@ -84,7 +89,6 @@ def sample_by_gumbel_max(
     def in_each_row(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
 
-    greedy = config.temperature < MIN_TEMPERATURE
     ids, finite = ops.sample_tokens(
         logits,
         in_each_row(config.temperature, torch.float32),
@@ -95,7 +99,7 @@ def sample_by_gumbel_max(
         on_device(sample_index, np.int32),
         on_device(positions, np.int32),
         config.seed,
-        filtered=not greedy and (config.top_k > 0 or config.top_p < 1.0 or config.min_p > 0.0),
+        filtered=config.temperature >= MIN_TEMPERATURE and (config.top_k > 0 or config.top_p < 1.0 or config.min_p > 0.0),
     )
     return ids.cpu().numpy(), finite.cpu().numpy()
 
@@ -110,7 +114,7 @@ def sample_by_inversion(
     """In plain torch, with the random numbers made on the host."""
     top, best = logits.max(dim=-1)
     finite = torch.isfinite(top).cpu().numpy()
-    if config.temperature < MIN_TEMPERATURE or config.top_k == 1 or config.top_p <= 0.0:
+    if config.is_greedy:
         return best.to(torch.int32).cpu().numpy(), finite
     scaled = (logits.float() - top[:, None].float()) / config.temperature
     probabilities = torch.softmax(torch.nan_to_num(scaled, nan=0.0), dim=-1)

@@ -39,7 +39,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto is exact float32 on CPUs and bfloat16 on GPUs."""
+    """auto is exact float32 on CPUs and bfloat16 on GPUs. int8 is float32 but for the products (models/cpu_linear.py).
+
+    Raises UsageError for int8 on a GPU.
+    """
+    if name == "int8":
+        if device.type != "cpu":
+            raise UsageError(f"engine.dtype: int8 runs on CPUs only, not on {device}; take auto, or engine.device: cpu")
+        return torch.float32
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[name]
@@ -92,15 +99,19 @@ def choose_size(
     max_running_requests: int | str,
     max_tokens: int,
     num_samples: int,
+    more_follow: bool = False,
 ) -> EngineSize:
-    """Fit the pool into `kv_memory` bytes (auto: a share of what is free), but make it no larger than is of use.
+    """Fit the pool into `kv_memory` bytes (auto: a share of what is free), but make it no larger than is of use for
+    `window`; with more_follow, other windows may use more.
 
     Raises UsageError if not even one block fits.
     """
     on_cpu = device.type == "cpu"
     budget = (CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS) if max_num_batched_tokens == "auto" else max_num_batched_tokens
     running = (CPU_RUNNING if on_cpu else GPU_RUNNING) if max_running_requests == "auto" else max_running_requests
-    budget, running = int(budget), min(int(running), max(1, len(window) * num_samples))
+    budget, running = int(budget), int(running)
+    if not more_follow:
+        running = min(running, max(1, len(window) * num_samples))
     memory = available_memory(device) if kv_memory == "auto" else int(kv_memory)
     block_bytes = bytes_per_token * window.block_size
     fits, useful = memory // block_bytes, useful_blocks(window, max_tokens, num_samples, running)
@@ -109,6 +120,8 @@ def choose_size(
         raise UsageError(
             f"engine.kv_memory: {what} ({memory} bytes) holds {fits} KV blocks of {block_bytes} bytes; at least 2 are needed"
         )
+    if more_follow:
+        useful = fits + 1
     num_blocks = min(fits, useful)
     reason = "all that this job can use" if useful <= fits else ("free memory" if kv_memory == "auto" else "as asked")
     return EngineSize(num_blocks, budget, running, num_blocks * block_bytes, reason)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.cpu_math import min_independent_rows
+from batchgen.models.cpu_linear import available_products, choose_products, int8_product, shape_of
 from batchgen.models.inputs import BatchInputs
-from batchgen.models.layers import DecoderLayer, norm_weight, pad_rows
+from batchgen.models.layers import DecoderLayer, Linear, norm_weight, pad_rows
 
 
 class Decoder(nn.Module):
@@ -31,14 +32,30 @@ class Decoder(nn.Module):
         # of DecoderLayer, which the type of ModuleList cannot say
         self.layers: Any = nn.ModuleList(DecoderLayer(config, ops, device, dtype) for _ in range(config.num_layers))
         self.final_norm = norm_weight(config.hidden_size, device, dtype)
-        # [vocab, hidden]; the embedding itself where they are tied
-        self.lm_head = (
-            self.embedding
-            if config.tie_word_embeddings
-            else nn.Parameter(torch.empty_like(self.embedding), requires_grad=False)
-        )
-        self.min_rows = min_independent_rows() if device.type == "cpu" else 1  # steps are padded to it
+        tied = self.embedding if config.tie_word_embeddings else None
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, ops, device, dtype, tied)
+        self.min_rows = 1  # steps are padded to it
+        self.products: dict[str, str] = {}  # shape -> product, where pack_weights chose
         self.rope = rope_tables(config, max_model_len or config.max_supported_len, device)
+
+    def linears(self) -> Iterator[Linear]:
+        """All linear layers, the head last."""
+        for layer in self.layers:
+            yield from (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        yield self.lm_head
+
+    def pack_weights(self, recorded: Mapping[str, str], int8: bool = False) -> None:
+        """Choose products for a CPU, or those of `recorded` (an earlier `products`), and pack the filled weights for them.
+
+        One layer's weight is held twice meanwhile; a tied head that is packed stays beside the embedding for good.
+        """
+        found = {"int8": int8_product} if int8 else available_products()
+        choices = choose_products([linear.weight for linear in self.linears() if linear.weight is not None], recorded, found)
+        for linear in self.linears():
+            assert linear.weight is not None
+            linear.pack(found[choices[shape_of(linear.weight)].product])
+        self.min_rows = max(choice.min_rows for choice in choices.values())
+        self.products = {shape: choice.product for shape, choice in choices.items()}
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs, kv_cache: torch.Tensor, kv_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,8 +85,7 @@ class Decoder(nn.Module):
         if num_sampled == 0:  # a step of prefill chunks only
             return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         rows = pad_rows(x, max(num_sampled, self.min_rows))
-        product = self.ops.linear_invariant if self.ops.batch_invariant else nn.functional.linear
-        return product(rows, self.lm_head)[:num_sampled].float()
+        return self.lm_head(rows)[:num_sampled].float()
 
 
 def rope_tables(config: ModelConfig, max_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

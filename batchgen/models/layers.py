@@ -5,12 +5,14 @@ Weights are allocated empty and filled by the loader. Nothing here knows Hugging
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from batchgen.models.config import ModelConfig
+from batchgen.models.cpu_linear import Pack
 
 
 def pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -22,14 +24,32 @@ def pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 class Linear(nn.Module):
     """y = x W^T + b; weight [out, in] may hold several projections, stacked on `out`."""
 
-    def __init__(self, num_in: int, num_out: int, bias: bool, ops: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        bias: bool,
+        ops: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        tied_to: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
-        self.product = ops.linear_invariant if ops.batch_invariant else nn.functional.linear
-        self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype), requires_grad=False)
+        self.weight: torch.Tensor | None = tied_to
+        if tied_to is None:
+            self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(num_out, device=device, dtype=dtype), requires_grad=False) if bias else None
+        multiply: Any = ops.linear_invariant if ops.batch_invariant else nn.functional.linear
+        self.product: Callable[[torch.Tensor], torch.Tensor] = lambda x: multiply(x, self.weight, self.bias)
+
+    def pack(self, pack: Pack) -> None:
+        """Run on another product from now on. The plain weight is dropped; packed forms hold their own."""
+        assert self.weight is not None
+        self.product = pack(self.weight.detach(), self.bias)
+        self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.product(x)
 
 
 def norm_weight(size: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

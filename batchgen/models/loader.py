@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,19 @@ def load_config(files: ModelFiles) -> ModelConfig:
 
 
 def load_decoder(
-    files: ModelFiles, device: torch.device | str, dtype: torch.dtype, ops: Any, max_model_len: int | None = None
+    files: ModelFiles,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ops: Any,
+    max_model_len: int | None = None,
+    products: Mapping[str, str] | None = None,
+    int8: bool = False,
 ) -> Decoder:
     """The decoder with its weights on `device` as `dtype`.
 
-    On a CPU it also asks MKL for rows that do not depend on each other (cpu_math.py), which works once a process.
+    On a CPU in float32 the products are chosen and the weights packed for them (cpu_linear.py), or those of `products`,
+    which an earlier decoder of this model had; `int8` asks for products of 8 bits, with all else in float32. MKL is asked
+    for rows that do not depend on each other (cpu_math.py), which works once a process.
     `max_model_len` (default: all that the model supports) bounds the rotary tables. Peak memory is the model and one tensor.
     ModelError lists missing, unexpected and misshapen tensors.
     """
@@ -41,6 +49,8 @@ def load_decoder(
     config = load_config(files)
     decoder = Decoder(config, ops, torch.device(device), dtype, max_model_len)
     fill(decoder, read_tensors(files.weights))
+    if decoder.device.type == "cpu" and dtype == torch.float32 and not ops.batch_invariant:
+        decoder.pack_weights(products or {}, int8)
     return decoder.eval()
 
 
@@ -86,7 +96,8 @@ def tensor_places(decoder: Decoder) -> dict[str, torch.Tensor]:
     places: dict[str, torch.Tensor] = {"model.embed_tokens.weight": decoder.embedding}
     places["model.norm.weight"] = decoder.final_norm
     if not config.tie_word_embeddings:
-        places["lm_head.weight"] = decoder.lm_head
+        assert decoder.lm_head.weight is not None
+        places["lm_head.weight"] = decoder.lm_head.weight
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for i, layer in enumerate(decoder.layers):
         attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"

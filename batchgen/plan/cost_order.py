@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from batchgen.plan.order import common_prefix_lengths
 from batchgen.plan.window import next_smaller
 from batchgen.records import Window
 
@@ -39,7 +38,7 @@ def cost_order(window: Window) -> Window:
     index, shared = window.index[rows], window.shared_tokens[rows]
     moved = unit_starts[np.append(False, np.diff(order) != 1)]  # their unit follows another one than it did
     for i in moved.tolist():
-        shared[i] = common_prefix_lengths(window.tokens, index[i - 1 : i + 1])[1]
+        shared[i] = _common_prefix(window.tokens(int(index[i - 1])), window.tokens(int(index[i])))
     shared[0] = 0
     blocks = (shared // window.block_size).astype(np.int32)
     return replace(
@@ -51,6 +50,12 @@ def cost_order(window: Window) -> Window:
         next_smaller=next_smaller(blocks),
         unit_starts=unit_starts,
     )
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
 
 
 def _unit_starts(window: Window) -> np.ndarray:

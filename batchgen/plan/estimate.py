@@ -25,12 +25,6 @@ def length_figures(lengths: np.ndarray) -> LengthFigures:
     return LengthFigures(int(lengths.sum()), float(lengths.mean()), float(median), float(p95), int(lengths.max()))
 
 
-def num_duplicates(window: Window) -> int:
-    """Rows whose prompt equals that of an earlier row. `window` must be in prefix order."""
-    same = (window.lengths[1:] == window.lengths[:-1]) & (window.shared_tokens[1:] == window.lengths[1:])
-    return int(same.sum())
-
-
 def lru_computed(window: Window, num_blocks: int) -> int:
     """Prompt tokens that a cache of `num_blocks` blocks with least-recently-used eviction computes, rows one after
     another in the window's order: what an engine without a plan does."""

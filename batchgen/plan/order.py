@@ -1,53 +1,49 @@
 """The order of a window: prompts sorted by token ids, so that equal prefixes are neighbours.
 
 Any lexicographic order is a depth-first walk of the prefix tree and computes each shared prefix once, if the cache holds
-one path (SGLang's theorem 3.1, Zheng et al. 2024). The sort refines ties by chunks of CHUNK tokens, so its memory is
-num_rows * CHUNK * 4 bytes however long the prompts are.
+one path (SGLang's theorem 3.1, Zheng et al. 2024). Token ids written big-endian sort as bytes do, so the sort is Arrow's for
+binary arrays (stable, memcmp, no Python object a row). It needs the tokens of the window twice: as they are and swapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.records import PackedTokens
 
 CHUNK = 64  # tokens compared at a time
+PIECE = 1 << 14  # pairs compared at a time: two matrices of PIECE * CHUNK tokens, 4 MiB each
 
 
-def prefix_order(tokens: Callable[[int], np.ndarray], lengths: np.ndarray) -> np.ndarray:
-    """Indices 0..n-1 sorted by token ids; equal prompts stay in the order given.
+def prefix_order(tokens: PackedTokens) -> np.ndarray:
+    """[n] int64: entries 0..n-1 sorted by token ids (int32 >= 0), a prefix before its extensions, equals as given."""
+    swapped = tokens.values.astype(">i4")
+    offsets = tokens.offsets * swapped.itemsize
+    prompts = pa.Array.from_buffers(pa.large_binary(), len(tokens), [None, pa.py_buffer(offsets), pa.py_buffer(swapped)])
+    return pc.array_sort_indices(prompts).to_numpy().astype(np.int64)
 
-    tokens(i): [lengths[i]] int32 >= 0; lengths: [n] int32. Returns [n] int64.
+
+def common_prefix_lengths(tokens: PackedTokens, order: np.ndarray) -> np.ndarray:
+    """[n] int32: tokens that entry order[i] shares with entry order[i - 1]; 0 for the first.
+
+    Pairs that are still equal advance by CHUNK tokens together, so each shared token is read once.
     """
-    order = np.arange(len(lengths), dtype=np.int64)
-    pending = [(0, len(order), 0)]  # ranges of `order` that are equal in their first `depth` tokens
-    while pending:
-        begin, end, depth = pending.pop()
-        members = order[begin:end]
-        keys = np.zeros((len(members), CHUNK), ">u4")
-        for k, i in enumerate(members.tolist()):
-            chunk = tokens(i)[depth : depth + CHUNK]
-            keys[k, : len(chunk)] = chunk.astype(np.int64) + 1  # 0 pads, so a prefix sorts before its extensions
-        flat = keys.view(f"V{CHUNK * 4}").ravel()
-        rank = np.unique(flat, return_inverse=True)[1].ravel()
-        by_rank = np.argsort(rank, kind="stable")
-        order[begin:end] = members[by_rank]
-        ranks = rank[by_rank]
-        cuts = np.flatnonzero(np.diff(ranks)) + 1
-        for a, b in zip([0, *cuts.tolist()], [*cuts.tolist(), len(members)]):
-            if b - a > 1 and (lengths[members[by_rank[a:b]]] > depth + CHUNK).any():
-                pending.append((begin + a, begin + b, depth + CHUNK))
-    return order
-
-
-def common_prefix_lengths(tokens: Callable[[int], np.ndarray], order: np.ndarray) -> np.ndarray:
-    """[n] int32: tokens that order[i] shares with order[i - 1]; 0 for the first."""
     shared = np.zeros(len(order), np.int32)
-    previous = tokens(int(order[0])) if len(order) else np.empty(0, np.int32)
-    for i in range(1, len(order)):
-        current = tokens(int(order[i]))
-        n = min(len(previous), len(current))
-        different = np.flatnonzero(previous[:n] != current[:n])
-        shared[i] = different[0] if len(different) else n
-        previous = current
+    starts, lengths = tokens.offsets[:-1], np.diff(tokens.offsets)
+    # a row of this view is the CHUNK tokens that begin there; what lies past a prompt's end is cut off by `limit`
+    chunks = np.lib.stride_tricks.sliding_window_view(np.append(tokens.values, np.zeros(CHUNK, np.int32)), CHUNK)
+    for begin in range(1, len(order), PIECE):
+        pairs = np.arange(begin, min(begin + PIECE, len(order)))
+        a, b = order[pairs - 1], order[pairs]
+        limit = np.minimum(lengths[a], lengths[b])
+        a, b, depth = starts[a], starts[b], 0
+        while len(pairs):
+            different = chunks[a + depth] != chunks[b + depth]
+            first = np.where(different.any(axis=1), different.argmax(axis=1), CHUNK) + depth
+            shared[pairs] = np.minimum(first, limit)
+            depth += CHUNK
+            go_on = (first == depth) & (limit > depth)
+            pairs, a, b, limit = pairs[go_on], a[go_on], b[go_on], limit[go_on]
     return shared

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchgen.report.roofline import roofline_line
+
 
 def summary_lines(s: dict[str, Any]) -> list[str]:
     """`s` is what runner.summarize makes and summary.json holds."""
@@ -27,6 +29,8 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
     lines.append("seconds   " + ", ".join(f"{name} {spent:.1f}" for name, spent in s["seconds"].items()))
     if s["seconds_in_steps"]:
         lines.append("in steps  " + ", ".join(f"{name} {spent:.2f}" for name, spent in s["seconds_in_steps"].items()))
+    if s["limits"] is not None:
+        lines.append(roofline_line(s["limits"]))
     if s["accuracy"] is not None:
         lines.append(f"accuracy  {s['accuracy']:.2%} ({s['correct']} of {s['scored']})")
     return lines

@@ -1,23 +1,24 @@
-"""Paged attention on the CPU: the three forms of a step as a few large calls of torch's own flash attention.
+"""Paged attention on the CPU: the three forms of a step as a few large calls of torch's own operators.
 
     shared prefix   one product for all members of a group: their query heads are packed into the rows of one matrix, and
                     the group's keys and values are read once (Hydragen, Juravsky et al. 2024; cascade in FlashInfer)
     prefill         one causal call a request for its new tokens, one full call for its private context before them
-    decode          requests with about equally many private blocks are gathered and computed in one call
+    decode          keys and values are read where they lie: scores are the entries of a sparse matrix (query heads times
+                    rows of the cache) at the keys that each request sees, answers are weighted sums of rows of the cache
 
 The parts are merged by log-sum-exp: softmax over a union of key sets is the mean of the parts weighted by exp(lse).
 
 Packed layout: with G = num_q_heads / num_kv_heads, row t * G + g of head k is query head k * G + g of token t, so a
 range of tokens is a range of rows and a group is a view. Blocks whose ids are consecutive are read in place.
 
-Contract beyond the reference: slots of a request's last block past its length, and block 0, hold finite numbers, because
-masked scores are computed before they are dropped. write_kv_torch sees to it; the engine keeps block 0 zero.
+Contract beyond the reference: block 0 holds zeros, for decodes are padded with it; the engine keeps it so.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -28,10 +29,12 @@ from batchgen_kernels.attention_reference import AttentionPlan
 from batchgen_kernels.metadata import AttentionMetadata
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
 # Decodes are padded to the longest of their bucket; a bucket is closed where padding would pass this share.
 MAX_PADDING = 0.25
 MIN_BUCKET = 4
+PADDED_TO = 16  # keys of a decode; sums over them are made of this many, so that padding changes no bit
 
 
 class BlockRange(NamedTuple):
@@ -73,11 +76,63 @@ class Prefill(NamedTuple):
     keys: BlockRange  # private keys up to and with the new tokens
 
 
-class DecodeBucket(NamedTuple):
-    requests: slice  # of all decodes, longest first
-    block_ids: torch.Tensor  # [B * max_blocks] int64, padded with the null block
-    mask: torch.Tensor  # [B, 1, 1, max_blocks * block_size] float, 0 or -inf
-    max_blocks: int
+class DecodeBucket:
+    """Requests with one query token each and about equally many private keys; B of them, padded to L keys."""
+
+    def __init__(self, requests: slice, blocks: torch.Tensor, num_tokens: torch.Tensor, block_size: int) -> None:
+        """requests: of all decodes. blocks [B, max_blocks] int64, of private keys; num_tokens [B] int64."""
+        self.requests, self.blocks, self.block_size = requests, blocks, block_size
+        num_keys = -(-int(num_tokens.max()) // PADDED_TO) * PADDED_TO
+        self.key = torch.arange(num_keys)
+        self.invisible = self.key >= num_tokens[:, None]  # [B, L]
+        self._scores: torch.Tensor | None = None
+
+    def rows(self, cache: torch.Tensor) -> torch.Tensor:
+        """cache [num_blocks, block_size, num_kv_heads, D] as float32 rows [num_blocks * block_size * num_kv_heads, D]:
+        the cache itself, or a copy of the bucket's blocks if it is not float32."""
+        if cache.dtype == torch.float32:
+            return cache.view(-1, cache.shape[-1])
+        blocks = torch.cat([self.blocks.new_zeros(1), self.blocks.flatten()])
+        return cache.index_select(0, blocks).float().view(-1, cache.shape[-1])
+
+    def scores(self, cache: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Sparse [B * num_q_heads, rows], L entries a row: the keys of each query head, all layers alike. Made once."""
+        if self._scores is None:
+            num_kv_heads = cache.shape[2]
+            blocks, num_blocks = self.blocks, cache.shape[0]
+            if cache.dtype != torch.float32:
+                blocks, num_blocks = torch.arange(1, blocks.numel() + 1).view(blocks.shape), blocks.numel() + 1
+            at = (self.key // self.block_size).clamp_(max=blocks.shape[1] - 1)
+            slots = blocks[:, at] * self.block_size + self.key % self.block_size
+            slots.masked_fill_(self.invisible, 0)  # of the null block
+            num_rows = num_blocks * self.block_size * num_kv_heads
+            columns = slots[:, None, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None, None]
+            columns = columns.expand(-1, -1, group_size, -1).reshape(-1)
+            starts = torch.arange(0, len(columns) + 1, len(self.key))
+            index = torch.int32 if max(num_rows, len(columns)) < 1 << 31 else torch.int64
+            self._scores = torch.sparse_csr_tensor(
+                starts.to(index), columns.to(index), torch.zeros(len(columns)), (len(starts) - 1, num_rows),
+                check_invariants=False,
+            )  # fmt: skip
+        return self._scores
+
+    def attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [B, num_kv_heads, G, D] float32 -> [B, num_kv_heads, G, D] and [B, num_kv_heads, G] float32."""
+        sparse = self.scores(key_cache, query.shape[2])
+        keys = self.rows(key_cache).t()
+        torch.sparse.sampled_addmm(sparse, query.flatten(0, 2), keys, beta=0.0, alpha=scale, out=sparse)
+        weights = sparse.values()
+        by_request = weights.view(len(query), -1, len(self.key))
+        by_request.masked_fill_(self.invisible[:, None], float("-inf"))
+        largest = by_request.amax(-1, keepdim=True)
+        by_request.sub_(largest).exp_()
+        total = by_request.unflatten(-1, (-1, PADDED_TO)).sum(2).sum(-1)
+        starts, columns = sparse.crow_indices(), sparse.col_indices()
+        out = torch.embedding_bag(self.rows(value_cache), columns, starts, False, 0, False, weights, True)[0]
+        lse = total.log().add_(largest.squeeze(-1))
+        return out.view(query.shape).div_(total.view(query.shape[:3])[..., None]), lse.view(query.shape[:3])
 
 
 def group_levels(metadata: AttentionMetadata) -> list[GroupLevel]:
@@ -109,7 +164,7 @@ def group_levels(metadata: AttentionMetadata) -> list[GroupLevel]:
 
 
 def decode_buckets(metadata: AttentionMetadata) -> tuple[torch.Tensor, list[DecodeBucket]]:
-    """Requests with one query token, sorted by private blocks and cut where padding would cost more than MAX_PADDING.
+    """Requests with one query token, cut where padding would cost more than MAX_PADDING, longest first if there are cuts.
 
     Also returns their query tokens, [num_decodes] int64, in that order.
     """
@@ -119,23 +174,21 @@ def decode_buckets(metadata: AttentionMetadata) -> tuple[torch.Tensor, list[Deco
     block_size = metadata.block_size
     first_block = metadata.kv_start[requests].long() // block_size
     num_tokens = metadata.seq_lens[requests].long() - metadata.kv_start[requests].long()
-    num_blocks = (num_tokens + block_size - 1) // block_size
-    order = torch.argsort(num_blocks, descending=True, stable=True)
-    sizes = num_blocks[order].tolist()
-    buckets, begin = [], 0
-    while begin < len(sizes):
-        end = begin + 1
-        while end < len(sizes) and (end - begin < MIN_BUCKET or sizes[end] >= (1 - MAX_PADDING) * sizes[begin]):
-            end += 1
-        chosen, max_blocks = order[begin:end], sizes[begin]
-        column = torch.arange(max_blocks)
+    order = torch.argsort(num_tokens, descending=True, stable=True)
+    sizes = num_tokens[order].tolist()
+    cuts = [0]
+    for i, size in enumerate(sizes):
+        if i - cuts[-1] >= MIN_BUCKET and size < (1 - MAX_PADDING) * sizes[cuts[-1]]:
+            cuts.append(i)
+    if len(cuts) == 1:
+        order = torch.arange(len(sizes))
+    buckets = []
+    for begin, end in itertools.pairwise([*cuts, len(sizes)]):
+        chosen = order[begin:end]
+        column = torch.arange(-(-sizes[begin] // block_size))
         index = (first_block[chosen, None] + column).clamp_(max=metadata.block_table.shape[1] - 1)
         blocks = metadata.block_table[requests[chosen, None], index].long()
-        blocks.masked_fill_(column >= num_blocks[chosen, None], 0)
-        visible = torch.arange(max_blocks * block_size) < num_tokens[chosen, None]
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-        buckets.append(DecodeBucket(slice(begin, end), blocks.flatten(), mask[:, None, None], max_blocks))
-        begin = end
+        buckets.append(DecodeBucket(slice(begin, end), blocks, num_tokens[chosen], block_size))
     return metadata.query_start[requests[order]].long(), buckets
 
 
@@ -233,15 +286,9 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
                 merge_into(out[p.tokens], lse[p.tokens], part.transpose(0, 1), part_lse.transpose(0, 1))
 
         if buckets:
-            decode_queries = by_head.index_select(0, decode_tokens)
-            parts = []
-            for b in buckets:
-                shape = (b.requests.stop - b.requests.start, b.max_blocks * metadata.block_size, num_kv_heads, head_dim)
-                k = key_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
-                v = value_cache.index_select(0, b.block_ids).view(shape).transpose(1, 2)
-                mask = b.mask.to(query.dtype).expand(-1, num_kv_heads, group_size, -1)
-                parts.append(flash_attention(decode_queries[b.requests], k, v, attn_mask=mask, scale=scale))
-            out.index_copy_(0, decode_tokens, cat([part for part, _ in parts], 0).to(out.dtype))
+            decode_queries = by_head.index_select(0, decode_tokens).float()
+            parts = [b.attend(decode_queries[b.requests], key_cache, value_cache, scale) for b in buckets]
+            out.index_copy_(0, decode_tokens, cat([part for part, _ in parts], 0))
             lse.index_copy_(0, decode_tokens, cat([part for _, part in parts], 0))
 
         for level in levels:
@@ -260,4 +307,3 @@ def plan_attention_torch(metadata: AttentionMetadata, num_q_heads: int, num_kv_h
 
 
 plan_attention_torch.shares_prefix_reads = True  # type: ignore[attr-defined]
-plan_attention_torch.needs_finite_slots = True  # type: ignore[attr-defined]  # for tests that poison caches

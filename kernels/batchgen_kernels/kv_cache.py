@@ -48,23 +48,16 @@ def write_kv_torch(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """As the reference, and the first write into a block clears the rest of it: attention_torch computes the scores of
-    unused slots before it drops them, and what an earlier owner left there might not be finite."""
     written = slot_mapping >= 0
     if not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    block_size = key_cache.shape[1]
-    first_slots = slot_mapping[slot_mapping % block_size == 0]
-    started = first_slots // block_size if len(first_slots) and block_size > 1 else None
     for x, cache, scales in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
-        pairs = [(cache, x)]
-        if scales is not None:
+        if scales is None:
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, x)
+        else:
             codes, scale = quantize_rows(x)
-            pairs = [(cache.view(torch.uint8), codes.view(torch.uint8)), (scales, scale)]
-        for into, rows in pairs:
-            if started is not None:
-                into.index_fill_(0, started, 0)
-            into.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+            cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping, codes.view(torch.uint8))
+            scales.flatten(0, 1).index_copy_(0, slot_mapping, scale)
 
 
 def copy_blocks_reference(kv_cache: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:

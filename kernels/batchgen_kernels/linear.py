@@ -4,16 +4,17 @@
         linear_invariant   weight[n, k]
         linear_int8        weight[n, k] scale[n]                                int8, one scale an output channel
         linear_fp8         weight[n, k] scale[n]                                e4m3, likewise
-        linear_int4        (weight[n, k] - zero[n, k // g]) scale[n, k // g]    four bits, groups of g neighbours
+        linear_int4        (code[n, k] - zero[n, k // g]) scale[n, k // g]      four bits, groups of g neighbours
 
 Only weights are quantised. They are turned into numbers of x's dtype in registers, which is exact (8 bits of integer fit in
-the 8 bits of bfloat16's significand), and scales multiply the float32 sums, so quantised weights are rounded nowhere.
+the 8 bits of bfloat16's significand), and scales multiply the float32 sums, so quantised weights are rounded nowhere; but
+a zero that is no whole number, which other quantisers make, costs one rounding of code minus zero.
 
 The product is computed as y^T = w x^T: the weight is the left operand, which tensor cores take from registers, where it was
 decoded; and its channels fill the 64 rows that Hopper's warpgroup instruction needs, however few the tokens are.
 
-Packing of int4: byte j of a group of g weights holds weight j in its low half and weight j + g / 2 in its high half, so that
-each half is a run of neighbours and nothing is shuffled.
+Packing of int4: [N, K / g, g / 2], where byte j of a group of g weights holds weight j in its low half and weight j + g / 2
+in its high half, so that each half is a run of neighbours and nothing is shuffled.
 """
 
 from __future__ import annotations
@@ -34,21 +35,32 @@ MIN_SPLIT_K = 1024  # a shorter part costs more to merge than it saves
 # ---- quantisation -----------------------------------------------------------------------------------------------------
 
 
+def _check_weight(what: str, weight: torch.Tensor) -> None:
+    if weight.dim() != 2 or weight.shape[1] == 0 or not weight.is_floating_point():
+        raise ValueError(f"{what}: weight must be [N, K] of floats with K > 0, got {list(weight.shape)} {weight.dtype}")
+    if not weight.is_meta and not torch.isfinite(weight).all():
+        raise ValueError(f"{what}: the weight has {int((~torch.isfinite(weight)).sum())} values that are NaN or infinite")
+
+
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (int8 [N, K], scale [N] float32), to nearest, the largest of a channel at 127."""
+    """weight [N, K] -> (int8 [N, K], scale [N] float32), to nearest, the largest of a channel at 127.
+    Raises ValueError, like all three, for a weight that is not a matrix of finite numbers."""
+    _check_weight("quantize_int8", weight)
     scale = weight.float().abs().amax(1).clamp(min=1e-30) / 127
     return (weight.float() / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [N, K] -> (float8_e4m3fn [N, K], scale [N] float32), the largest of a channel at 448."""
+    _check_weight("quantize_fp8", weight)
     scale = weight.float().abs().amax(1).clamp(min=1e-30) / 448
     return (weight.float() / scale[:, None]).to(E4M3), scale
 
 
 def quantize_int4(weight: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (packed uint8 [N, K / 2], scale and zero [N, K / g] float32), least and greatest of a group at 0
-    and 15; zeros are whole. Raises ValueError if K is not a multiple of group_size."""
+    """weight [N, K] -> (packed uint8 [N, K / g, g / 2], scale and zero [N, K / g] float32), least and greatest of a group at
+    0 and 15; zeros are whole. Raises ValueError if K is not a multiple of group_size."""
+    _check_weight("quantize_int4", weight)
     num_out, num_in = weight.shape
     if group_size not in GROUP_SIZES or num_in % group_size:
         raise ValueError(
@@ -61,15 +73,12 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 128) -> tuple[torch.Te
     zero = (-low / scale).round()
     codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).to(torch.uint8)
     half = group_size // 2
-    packed = codes[..., :half] | codes[..., half:] << 4
-    return packed.reshape(num_out, num_in // 2), scale, zero
+    return codes[..., :half] | codes[..., half:] << 4, scale, zero
 
 
 def unpack_int4(packed: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """(codes minus their zeros) [N, K] int8."""
-    groups = packed.view(packed.shape[0], zero.shape[1], -1)
-    codes = torch.cat([groups & 15, groups >> 4], -1).to(torch.int8) - zero[..., None].to(torch.int8)
-    return codes.flatten(1)
+    """packed [N, K / g, g / 2] -> codes minus their zeros, [N, K / g, g] float32."""
+    return torch.cat([packed & 15, packed >> 4], -1).float() - zero[..., None]
 
 
 # ---- reference and torch --------------------------------------------------------------------------------------------
@@ -101,8 +110,8 @@ def linear_fp8_reference(
 def linear_int4_reference(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [T, K], weight [N, K / 2] uint8, scale and zero [N, K / g] float32, bias [N] -> [T, N] of x's dtype."""
-    values = unpack_int4(weight, zero).double().view(*scale.shape, -1) * scale.double()[..., None]
+    """x [T, K], weight [N, K / g, g / 2] uint8, scale and zero [N, K / g] float32, bias [N] -> [T, N] of x's dtype."""
+    values = unpack_int4(weight, zero).double() * scale.double()[..., None]
     return _add_bias(x.double() @ values.flatten(1).T, bias).to(x.dtype)
 
 
@@ -126,7 +135,7 @@ def linear_fp8_torch(
 def linear_int4_torch(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    values = unpack_int4(weight, zero).float().view(*scale.shape, -1) * scale[..., None]
+    values = unpack_int4(weight, zero) * scale[..., None]
     return _add_bias(torch.nn.functional.linear(x.float(), values.flatten(1)), bias).to(x.dtype)
 
 
@@ -329,28 +338,26 @@ def _check(
 ) -> tuple[int, int, int]:
     """(outputs, inputs, group size or 0); ValueError names what is wrong."""
     dtype = {"plain": x.dtype, "int8": torch.int8, "fp8": E4M3, "int4": torch.uint8}[kind]
-    if x.dim() != 2 or weight.dim() != 2 or x.dtype not in DTYPES:
+    form = "[N, K / g, g / 2]" if kind == "int4" else "[N, K]"
+    if x.dim() != 2 or weight.dim() != (3 if kind == "int4" else 2) or x.dtype not in DTYPES:
         raise ValueError(
-            f"{op}: x must be [T, K] of float32, bfloat16 or float16 and weight [N, K], "
+            f"{op}: x must be [T, K] of float32, bfloat16 or float16 and weight {form}, "
             f"got {tuple(x.shape)} {x.dtype} and {tuple(weight.shape)}"
         )
     if weight.dtype != dtype:
         raise ValueError(f"{op}: weight must be {dtype}, got {weight.dtype}")
-    num_out, num_in = weight.shape[0], weight.shape[1] * (2 if kind == "int4" else 1)
+    num_out, num_in, group_size = weight.shape[0], weight.shape[1:].numel(), 0
+    if kind == "int4":
+        num_in, group_size = 2 * num_in, 2 * weight.shape[2]
+        if group_size not in GROUP_SIZES:
+            raise ValueError(f"{op}: groups must be of {', '.join(map(str, GROUP_SIZES))} weights, got {group_size}")
     if x.shape[1] != num_in:
         raise ValueError(f"{op}: x has {x.shape[1]} inputs, the weight {num_in}")
-    if x.stride(1) != 1 or weight.stride(1) != 1:
+    if x.stride(1) != 1 or not weight[:1].is_contiguous():
         raise ValueError(f"{op}: x and weight must be dense in their last dimension")
-    group_size = 0
-    if kind == "int4":
-        assert scale is not None and zero is not None
-        num_groups = scale.shape[1] if scale.dim() == 2 else 0
-        group_size = num_in // num_groups if num_groups and num_in % num_groups == 0 else 0
-        if group_size not in GROUP_SIZES or scale.shape != zero.shape:
-            raise ValueError(
-                f"{op}: scale and zero must be [{num_out}, {num_in} / g] with g of {', '.join(map(str, GROUP_SIZES))}, "
-                f"got {tuple(scale.shape)} and {tuple(zero.shape)}"
-            )
+    for name, t in (("scale", scale), ("zero", zero))[: {"plain": 0, "int4": 2}.get(kind, 1)]:
+        if t is None:
+            raise ValueError(f"{op}: {name} must be given")
     expected = {"scale": (num_out, num_in // group_size) if group_size else (num_out,), "bias": (num_out,)}
     expected["zero"] = expected["scale"]
     for name, t in (("scale", scale), ("zero", zero), ("bias", bias)):

@@ -136,7 +136,7 @@ class Ops:
                 name, reason = "torch", f"{backend} has no {op}"
             self.choices.append(Choice(op, name, reason))
             setattr(self, op, load(op, name))
-        if batch_invariant and backend == "triton":
+        if batch_invariant:
             self.plan_attention: Any = functools.partial(load("plan_attention", backend), batch_invariant=True)
 
     def __getattr__(self, op: str) -> Any:  # only reached for a name that is not an op
@@ -145,7 +145,7 @@ class Ops:
     @property
     def shares_prefix_reads(self) -> bool:
         """Whether the attention of this backend reads shared-prefix groups (`group_*` of the metadata)."""
-        return bool(getattr(self.plan_attention, "shares_prefix_reads", False))
+        return not self.batch_invariant and bool(getattr(self.plan_attention, "shares_prefix_reads", False))
 
     def group_rule(
         self, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -176,18 +176,21 @@ def triton_available() -> tuple[bool, str]:
 def select_ops(backend: str = "auto", device: str | torch.device = "cpu", batch_invariant: bool = False) -> Ops:
     """Choose a backend for `device`: triton on a GPU, torch on the CPU, or the one that is named.
 
-    batch_invariant: on triton, a token's result has the same bits whatever else its step holds (attention without groups and
-    splits, `linear_invariant` for products; the other ops are so anyway). Elsewhere it only means `linear_invariant`.
+    batch_invariant: a token's result has the same bits whatever else its step holds (attention without groups and splits,
+    `linear_invariant` for products; the other ops are so anyway). Only triton can.
 
-    Raises ValueError for an unknown backend, and for triton where it cannot run.
+    Raises ValueError for an unknown backend, for triton where it cannot run, and for batch_invariant without triton.
     """
     on_gpu = torch.device(device).type != "cpu"
     available, why = triton_available()
     if backend == "auto":
-        backend = "triton" if on_gpu and available else "torch"
-        return Ops(backend, f"chosen for device {device}: {why}", batch_invariant)
+        backend, reason = "triton" if on_gpu and available else "torch", f"chosen for device {device}: {why}"
+    else:
+        reason = "asked for"
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; there are auto, {', '.join(BACKENDS)}")
     if backend == "triton" and not available:
         raise ValueError(f"backend triton cannot run here: {why}")
-    return Ops(backend, "asked for", batch_invariant)
+    if batch_invariant and backend != "triton":
+        raise ValueError(f"batch_invariant needs the backend triton, and this one is {backend} ({reason})")
+    return Ops(backend, reason, batch_invariant)

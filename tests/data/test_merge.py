@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from some_rows import some_rows
 
 from batchgen.data import answers
 from batchgen.data import merge as merge_module
@@ -17,6 +18,8 @@ from batchgen.data.schema import ANSWER_SCHEMA, results_schema
 from batchgen.data.status import read_status
 from batchgen.data.writer import PartWriter
 from batchgen.errors import BatchgenError, CorruptRunError, InputError, UsageError
+
+ROWS = some_rows(16_000)
 
 
 @pytest.fixture
@@ -28,11 +31,11 @@ def run(folder, read_input, make_job, answer):
         rows = np.arange(reader.num_rows) if rows is None else np.array(rows, np.int64)
         owed = [(int(row), sample) for row in rows for sample in range(n)]
         random.Random(0).shuffle(owed)
-        with PartWriter(folder, commit_rows=commit_rows) as writer:
+        with PartWriter(folder, ROWS, commit_rows=commit_rows) as writer:
             for row, sample in owed:
                 fault = "too_long" if row in faults else None
                 writer.add(answer(row, sample, text=text[row] if text else None, fault=fault))
-        summary = merge(reader, make_job(path, columns=columns, **output), folder, rows, n)
+        summary = merge(reader, make_job(path, columns=columns, **output), folder, some_rows(rows), n)
         return pq.read_table(folder.results), summary
 
     return run
@@ -185,42 +188,72 @@ def test_expected_column_that_is_not_there(write, run):
         run(write("a.parquet", {"x": [1]}), extract=EXTRACT)
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ([], r"no answer to 2 \(row, sample\) .*such as \(3, 1\), \(8, 0\)"),
-        ([(3, 1), (8, 0), (5, 1)], r"more than one answer to 1 .*\(5, 1\)"),
-        ([(3, 1), (8, 0), (50, 0)], r"that the job does not have: \(50, 0\)"),
-        ([(3, 1), (8, 0), (5, 2)], r"that the job does not have: \(5, 2\)"),
-    ],
-)
-def test_missing_doubled_and_foreign_answers_are_told(write, read_input, make_job, folder, answer, buckets, extra, said):
+def test_missing_answers_are_told(write, read_input, make_job, folder, answer, buckets):
     path = write("a.parquet", {"x": list(range(20))})
-    with PartWriter(folder, commit_rows=3) as writer:
+    with PartWriter(folder, ROWS, commit_rows=3) as writer:
         for row in range(20):
             for sample in range(2):
                 if (row, sample) not in ((3, 1), (8, 0)):
                     writer.add(answer(row, sample))
-        for row, sample in extra:
-            writer.add(answer(row, sample))
-    if buckets == "many buckets" and not extra:
+    said = r"no answer to 2 \(row, sample\) .*such as \(3, 1\), \(8, 0\)"
+    if buckets == "many buckets":
         said = r"no answer to 1 \(row, sample\) .*such as \(3, 1\)"  # one bucket at a time
     with pytest.raises(CorruptRunError, match=said):
-        merge(read_input(path), make_job(path), folder, np.arange(20), 2)
+        merge(read_input(path), make_job(path), folder, some_rows(20), 2)
     assert not folder.results.exists() and not read_status(folder.path).is_finished
 
 
-def test_answers_to_a_job_without_rows_are_told(write, read_input, make_job, folder, answer):
+@pytest.mark.parametrize("samples", [(0, 0), (0, 2)])
+def test_a_part_that_answers_twice_or_a_sample_too_many_is_told(write, read_input, make_job, folder, answer, samples):
     path = write("a.parquet", {"x": [1]})
-    with PartWriter(folder) as writer:
-        writer.add(answer(0))
-    with pytest.raises(CorruptRunError, match="does not have"):
-        merge(read_input(path), make_job(path), folder, np.empty(0, np.int64), 1)
+    with PartWriter(folder, ROWS) as writer:
+        writer.add(*(answer(0, sample) for sample in samples))
+    with pytest.raises(CorruptRunError, match=r"part-000001.parquet: holds two answers .* move this file away"):
+        merge(read_input(path), make_job(path), folder, some_rows(1), 2)
+
+
+def test_the_newest_of_several_answers_counts(write, read_input, make_job, folder, answer, buckets):
+    path = write("a.parquet", {"x": list(range(20))})
+    order = random.Random(1).choices(range(20), k=100) + list(range(20, 0, -1)) + [0, 5, 9]
+    with PartWriter(folder, some_rows(21), commit_rows=1) as writer:
+        for number, row in enumerate(order):
+            writer.add(*(answer(row, sample, text=f"{number}.{sample}") for sample in range(2)))
+    merge(read_input(path), make_job(path), folder, some_rows(20), 2)
+    newest = {row: number for number, row in enumerate(order)}
+    expected = [f"{newest[row]}.{sample}" for row in range(20) for sample in range(2)]
+    assert pq.read_table(folder.results)["generated_text"].to_pylist() == expected
+
+
+def test_answers_follow_key_and_prompt_to_where_the_row_is_now(write, read_input, make_job, folder, answer, buckets):
+    """Rows reversed, three gone, two new, one with another prompt: it has only what is answered to just that."""
+    before = some_rows(range(10))
+    with PartWriter(folder, before, commit_rows=3) as writer:
+        for row in range(10):
+            writer.add(answer(row))
+    ids = [11, 6, 5, 4, 3, 10, 2, 1]
+    now = some_rows(len(ids), ids=ids.__getitem__, prompt=lambda row: "other" if ids[row] == 4 else str(ids[row]))
+    with PartWriter(folder, now, commit_rows=3) as writer:
+        done = sorted(writer.finished().tolist())
+        assert [ids[row] for row in done] == [6, 5, 3, 2, 1]
+        for row in set(range(len(ids))) - set(done):
+            writer.add(answer(row, text=f"now {ids[row]}"))
+    path = write("a.parquet", {"x": ids})
+    merge(read_input(path), make_job(path), folder, now, 1)
+    table = pq.read_table(folder.results)
+    told = [f"now {x}" if x in (11, 4, 10) else f"answer {x}.0" for x in ids]
+    assert table["generated_text"].to_pylist() == told and table["row"].to_pylist() == list(range(len(ids)))
+    with PartWriter(folder, before) as writer:  # and back: all ten answers are there still
+        assert sorted(writer.finished().tolist()) == list(range(10))
+
+
+def test_two_rows_of_one_key_are_refused():
+    with pytest.raises(InputError, match=r"the ids of rows 3 and 7 have one hash"):
+        some_rows(9, ids=lambda row: 3 if row == 7 else row)
 
 
 def test_a_damaged_part_is_told(write, read_input, make_job, folder, answer, buckets):
     path = write("a.parquet", {"x": list(range(20))})
-    with PartWriter(folder, commit_rows=10) as writer:
+    with PartWriter(folder, ROWS, commit_rows=10) as writer:
         for row in range(20):
             writer.add(answer(row))
     part = folder.parts / "part-000002.parquet"
@@ -228,7 +261,7 @@ def test_a_damaged_part_is_told(write, read_input, make_job, folder, answer, buc
     image[20] ^= 255
     part.write_bytes(image)
     with pytest.raises(CorruptRunError, match=r"part-000002.parquet: changed since it was committed"):
-        merge(read_input(path), make_job(path), folder, np.arange(20), 1)
+        merge(read_input(path), make_job(path), folder, some_rows(20), 1)
 
 
 def test_merge_may_be_repeated_and_mends_what_a_crash_left(write, run, read_input, make_job, folder):
@@ -236,7 +269,7 @@ def test_merge_may_be_repeated_and_mends_what_a_crash_left(write, run, read_inpu
     first, _ = run(path)
 
     def again():
-        merge(read_input(path), make_job(path), folder, np.arange(20), 1)
+        merge(read_input(path), make_job(path), folder, some_rows(20), 1)
         assert pq.read_table(folder.results).equals(first)
         assert not list(folder.path.glob("results.*"))
 
@@ -257,11 +290,11 @@ def test_old_results_stay_if_a_repeat_fails(write, run, read_input, make_job, fo
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     with pytest.raises(BatchgenError, match=r"part-00000.parquet: cannot write: No space left"):
-        merge(read_input(path), make_job(path), folder, np.arange(20), 1)
+        merge(read_input(path), make_job(path), folder, some_rows(20), 1)
     assert pq.read_table(folder.results).equals(first)
     os.replace(folder.results, folder.path / "results.old")  # an earlier merge died between its two renames
     with pytest.raises(BatchgenError):
-        merge(read_input(path), make_job(path), folder, np.arange(20), 1)
+        merge(read_input(path), make_job(path), folder, some_rows(20), 1)
     assert pq.read_table(folder.results).equals(first)
 
 
@@ -275,8 +308,8 @@ def test_memory_does_not_grow_with_the_job(write, read_input, make_job, folder, 
         text = np.random.default_rng(0).bytes(4000).hex()
         path = write(f"in/{num_rows}.parquet", {"x": [f"{i} {text[i % 50 :]}" for i in range(num_rows)]}, row_group_size=500)
         reader, job = read_input(path), make_job(path)
-        with PartWriter(folder, commit_rows=500) as writer:
-            done = set(writer.finished()[0].tolist())
+        with PartWriter(folder, ROWS, commit_rows=500) as writer:
+            done = set(writer.finished().tolist())
             for row in range(num_rows):
                 if row not in done:
                     writer.add(answer(row, text=text))
@@ -284,7 +317,7 @@ def test_memory_does_not_grow_with_the_job(write, read_input, make_job, folder, 
         previous = pa.default_memory_pool()
         pa.set_memory_pool(pool)
         try:
-            merge(reader, job, folder, np.arange(num_rows), 1)
+            merge(reader, job, folder, some_rows(num_rows), 1)
         finally:
             pa.set_memory_pool(previous)
         peaks.append(pool.max_memory())

@@ -10,25 +10,32 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from some_rows import some_rows
 
 from batchgen.data.commit_log import CommitLog
+from batchgen.data.job_rows import JobRows
+from batchgen.data.ledger import Ledger
+from batchgen.data.part import PART_SCHEMA, read_part
 from batchgen.data.run_folder import RunFolder
-from batchgen.data.schema import ANSWER_SCHEMA, SCHEMA_VERSION
-from batchgen.data.writer import PartWriter, read_part
-from batchgen.errors import BatchgenError, CorruptRunError
+from batchgen.data.schema import SCHEMA_VERSION
+from batchgen.data.writer import PartWriter
+from batchgen.errors import BatchgenError, CorruptRunError, TooManyFailedRows
+from batchgen.records import Completion, FinishReason
+
+ROWS = some_rows(10)
 
 
 def committed(folder):
-    return sorted(PartWriter(folder).finished()[0].tolist())
+    return sorted(PartWriter(folder, ROWS).finished().tolist())
 
 
 def test_a_part_holds_what_was_added_sorted_in_the_versioned_schema(folder, answer):
-    with PartWriter(folder, commit_rows=4) as writer:
+    with PartWriter(folder, ROWS, commit_rows=4) as writer:
         for completion in (answer(7, 1), answer(2, fault="too_long"), answer(7, 0, text="a\ud83d é"), answer(5)):
             writer.add(completion)
         assert writer.num_waiting == 0
     table = pq.read_table(folder.parts / "part-000001.parquet")
-    assert table.schema.equals(ANSWER_SCHEMA)
+    assert table.schema.equals(PART_SCHEMA)
     assert table.schema.metadata[b"batchgen.schema_version"] == str(SCHEMA_VERSION).encode()
     failed, fifth, surrogate, last = table.to_pylist()
     assert [row["row"] for row in table.to_pylist()] == [2, 5, 7, 7] and last["sample_index"] == 1
@@ -45,7 +52,7 @@ def test_a_part_holds_what_was_added_sorted_in_the_versioned_schema(folder, answ
 def test_commits_by_number_and_by_time(folder, answer, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    writer = PartWriter(folder, commit_rows=3, commit_seconds=10)
+    writer = PartWriter(folder, ROWS, commit_rows=3, commit_seconds=10)
     for row in range(4):
         writer.add(answer(row))
     assert ([part.num_rows for part in writer.parts], writer.num_waiting) == ([3], 1)
@@ -57,18 +64,44 @@ def test_commits_by_number_and_by_time(folder, answer, monkeypatch):
     assert writer.commit() is None
 
 
-def test_finished(folder, answer):
-    assert [array.tolist() for array in PartWriter(folder).finished()] == [[], []]
-    with PartWriter(folder, commit_rows=2) as writer:
-        for row in (4, 1, 3):
-            writer.add(answer(row, row % 2))
-    rows, samples = PartWriter(folder).finished()
-    assert (rows.dtype, samples.dtype) == (np.int64, np.int32)
-    assert sorted(zip(rows.tolist(), samples.tolist())) == [(1, 1), (3, 1), (4, 0)]
+def test_finished_and_how(folder, answer):
+    assert PartWriter(folder, ROWS).finished().tolist() == []
+    cut = Completion(3, 1, np.arange(9, dtype=np.int32), "cut", FinishReason.LENGTH)
+    with PartWriter(folder, ROWS, commit_rows=2) as writer:
+        for one in ([answer(4, 0), answer(4, 1, fault="x")], [answer(3, 0), cut], [answer(1)], [answer(4, 0), answer(4, 1)]):
+            writer.add(*one)
+            writer.commit()
+    for parts, failed, truncated in ((1, [4], []), (2, [4], [3]), (4, [], [3])):
+        ledger = Ledger(folder, writer.parts[:parts], ROWS)
+        assert (np.flatnonzero(ledger.is_failed).tolist(), np.flatnonzero(ledger.is_truncated).tolist()) == (
+            failed,
+            truncated,
+        )
+    assert ledger.part_number.tolist() == [0, 3, 0, 2, 4, *[0] * 5]
+    assert PartWriter(folder, ROWS).finished().tolist() == [1, 3, 4]
+
+
+def test_the_error_budget_counts_rows_and_commits_before_it_stops(folder, answer):
+    with PartWriter(folder, ROWS, commit_rows=100) as writer:
+        owed = np.array([5, 6, 7, 8, 9])
+        writer.expect(np.arange(10), 2)
+        writer.add(answer(0, 0, fault="x"), answer(0, 1, fault="x"))
+        writer.add(answer(1), answer(2, fault="x"))
+        with pytest.raises(
+            TooManyFailedRows, match=r"3 rows have failed, .* allows 2 \(in this run x: 3; row 0: row 0: x\)"
+        ):
+            writer.add(answer(3, fault="x"), answer(4))
+        assert writer.num_waiting == 0 and sum(part.num_rows for part in writer.parts) == 6
+    writer = PartWriter(folder, ROWS)
+    with pytest.raises(TooManyFailedRows, match=r"3 rows have failed, .* allows 2\. "):
+        writer.expect(owed, 2)
+    standing = {"standing_rows": 5, "standing_failed": 3, "standing_since_part": 1}
+    assert writer.expect(owed) == writer.expect(owed, 3) == standing
+    assert writer.expect(np.array([0, 2, 9]), 1) == standing | {"standing_rows": 3, "standing_failed": 1}
 
 
 def test_what_the_log_does_not_name_does_not_exist(folder, answer):
-    with PartWriter(folder, commit_rows=2) as writer:
+    with PartWriter(folder, ROWS, commit_rows=2) as writer:
         for row in range(4):
             writer.add(answer(row))
     image = (folder.parts / "part-000002.parquet").read_bytes()
@@ -76,7 +109,7 @@ def test_what_the_log_does_not_name_does_not_exist(folder, answer):
     (folder.parts / "part-000004.parquet").write_bytes(image[:100])  # a final name on half a file
     (folder.parts / "part-000005.parquet").touch()
     (folder.parts / "part-000006.parquet.tmp").write_bytes(image)
-    writer = PartWriter(folder)
+    writer = PartWriter(folder, ROWS)
     assert sorted(os.listdir(folder.parts)) == ["part-000001.parquet", "part-000002.parquet"]
     writer.add(answer(9))
     writer.close()
@@ -85,7 +118,7 @@ def test_what_the_log_does_not_name_does_not_exist(folder, answer):
 
 
 def test_a_crash_between_part_and_log_leaves_the_rows_owed(folder, answer, monkeypatch):
-    writer = PartWriter(folder)
+    writer = PartWriter(folder, ROWS)
     writer.add(answer(0))
     monkeypatch.setattr(CommitLog, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -95,41 +128,87 @@ def test_a_crash_between_part_and_log_leaves_the_rows_owed(folder, answer, monke
     assert committed(folder) == [] and os.listdir(folder.parts) == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: path.unlink(), "missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:50]), "50 bytes long instead of"),
-    ],
-)
-def test_a_committed_part_that_is_gone_is_told_with_the_way_out(folder, answer, damage, said):
-    with PartWriter(folder, commit_rows=2) as writer:
-        for row in range(4):
-            writer.add(answer(row))
-    damage(folder.parts / "part-000001.parquet")
-    with pytest.raises(
-        CorruptRunError, match=f"part-000001.parquet: {said}.*delete the line that names part-000001.parquet"
-    ):
-        PartWriter(folder)
-    lines = folder.commit_log.read_bytes().splitlines(keepends=True)
-    folder.commit_log.write_bytes(b"".join(line for line in lines if b"part-000001.parquet" not in line))
-    assert committed(folder) == [2, 3]
-
-
-def test_a_part_whose_bytes_changed_is_found_by_its_checksum(folder, answer):
-    with PartWriter(folder) as writer:
-        writer.add(answer(0))
-    path = folder.parts / "part-000001.parquet"
+def flip(path):
     image = bytearray(path.read_bytes())
     image[len(image) // 2] ^= 1
     path.write_bytes(image)
-    with pytest.raises(CorruptRunError, match="changed since it was committed"):
-        read_part(folder, PartWriter(folder).parts[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "is_kept"),
+    [
+        (lambda path: path.unlink(), "missing; its 2 answers are computed again", False),
+        (lambda path: path.write_bytes(path.read_bytes()[:50]), "50 bytes long instead of", True),
+        (flip, "changed since it was committed", True),
+    ],
+)
+def test_a_damaged_part_is_set_aside_and_its_rows_are_owed(folder, answer, damage, said, is_kept):
+    with PartWriter(folder, ROWS, commit_rows=2) as writer:
+        for row in range(4):
+            writer.add(answer(row))
+    path = folder.parts / "part-000001.parquet"
+    damage(path)
+    with PartWriter(folder, ROWS) as writer:
+        (repair,) = writer.repairs
+        assert repair.startswith(f"{path}: {said}") and repair.endswith("its 2 answers are computed again")
+        assert ("kept as damaged-part-000001.parquet" in repair) is is_kept
+        assert sorted(writer.finished().tolist()) == [2, 3]
+        writer.add(answer(0), answer(1))
+    assert PartWriter(folder, ROWS).repairs == [] and committed(folder) == [0, 1, 2, 3]
+    kept = ["damaged-part-000001.parquet"] * is_kept
+    assert sorted(os.listdir(folder.parts)) == [*kept, "part-000002.parquet", "part-000003.parquet"]
+
+
+def test_no_part_takes_the_name_of_a_damaged_one(folder, answer):
+    for _ in range(2):
+        with PartWriter(folder, ROWS) as writer:
+            writer.add(answer(0))
+        (folder.parts / "damaged-part-000002.parquet").touch()
+        flip(folder.parts / writer.parts[-1].name)
+    PartWriter(folder, ROWS)
+    assert sorted(os.listdir(folder.parts)) == [f"damaged-part-00000{n}" for n in ("1.parquet", "2.parquet", "3.parquet")]
+
+
+def test_a_damaged_record_costs_the_rows_of_its_part_only(folder, answer):
+    with PartWriter(folder, ROWS, commit_rows=2) as writer:
+        for row in range(6):
+            writer.add(answer(row))
+    (folder.parts / "part-000009.parquet.tmp").touch()
+    lines = folder.commit_log.read_bytes().splitlines(keepends=True)
+    folder.commit_log.write_bytes(lines[0] + lines[1].replace(b"part", b"tarp") + lines[2])
+    writer = PartWriter(folder, ROWS)
+    assert ["commit.log: 1 of its records are damaged" in repair for repair in writer.repairs] == [True]
+    assert sorted(writer.finished().tolist()) == [0, 1, 4, 5]
+    assert folder.commit_log.read_bytes() == lines[0] + lines[2]
+    names = ["damaged-part-000002.parquet", "part-000001.parquet", "part-000003.parquet"]
+    assert sorted(os.listdir(folder.parts)) == names, "its part may be good, but nothing says so"
+    assert PartWriter(folder, ROWS).repairs == []
+
+
+def test_a_crash_while_damage_is_mended(folder, answer, monkeypatch):
+    """The part is aside, its record still there: the next start finds it missing."""
+    with PartWriter(folder, ROWS, commit_rows=1) as writer:
+        writer.add(answer(0)), writer.add(answer(1))
+    flip(folder.parts / "part-000001.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "rewrite", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            PartWriter(folder, ROWS)
+    assert committed(folder) == [1]
+    assert sorted(os.listdir(folder.parts)) == ["damaged-part-000001.parquet", "part-000002.parquet"]
+
+
+def test_a_part_that_is_damaged_while_it_is_used(folder, answer):
+    with PartWriter(folder, ROWS) as writer:
+        writer.add(answer(0))
+    flip(folder.parts / "part-000001.parquet")
+    with pytest.raises(CorruptRunError, match=r"changed since it was committed.*run the job again"):
+        read_part(folder, writer.parts[0])
 
 
 @pytest.mark.parametrize("step", ["open", "fsync", "replace"])
 def test_a_full_disk_is_told_and_nothing_is_lost_when_there_is_room_again(folder, answer, monkeypatch, step):
-    writer = PartWriter(folder)
+    writer = PartWriter(folder, ROWS)
     writer.add(answer(0))
 
     def full(*_, **__):
@@ -147,7 +226,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost_when_there_is_room_again(folder
 
 
 def test_a_full_disk_at_the_log_alone(folder, answer, monkeypatch):
-    writer = PartWriter(folder, commit_rows=1)
+    writer = PartWriter(folder, ROWS, commit_rows=1)
     writer.add(answer(0))
     before = folder.commit_log.read_bytes()
     calls = []
@@ -184,7 +263,7 @@ def test_the_order_of_durability(folder, answer, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    writer = PartWriter(folder, commit_rows=1)
+    writer = PartWriter(folder, ROWS, commit_rows=1)
     writer.add(answer(0))
     part = "part-000001.parquet"
     assert seen == [f"fsync {part}.tmp", f"name {part}", "fsync parts", "fsync commit.log", "fsync run"]
@@ -193,13 +272,16 @@ def test_the_order_of_durability(folder, answer, monkeypatch):
 NUM_ROWS = 1500
 WORK = f"""
 import sys
+import numpy as np
+from batchgen.data.job_rows import JobRows
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.writer import PartWriter
 from batchgen.records import Completion, FinishReason
+rows = JobRows.of(np.arange({NUM_ROWS}), np.arange({NUM_ROWS}, dtype=np.uint64), [b""] * {NUM_ROWS})
 with RunFolder(sys.argv[1]) as folder:
     folder.begin({{}}, {{}})
-    writer = PartWriter(folder, commit_rows=5)
-    done = set(writer.finished()[0].tolist())
+    writer = PartWriter(folder, rows, commit_rows=5)
+    done = set(writer.finished().tolist())
     print(len(done), flush=True)
     for row in range({NUM_ROWS}):
         if row not in done:
@@ -226,8 +308,9 @@ def test_kill_9_at_random_moments(tmp_path):
         assert process.returncode == -signal.SIGKILL
     assert started_with == sorted(set(started_with)), "each start must find what the one before committed"
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rows = JobRows.of(np.arange(NUM_ROWS), np.arange(NUM_ROWS, dtype=np.uint64), [b""] * NUM_ROWS)
     with RunFolder(tmp_path / "run") as folder:
-        assert committed(folder) == list(range(NUM_ROWS))
+        assert sorted(PartWriter(folder, rows).finished().tolist()) == list(range(NUM_ROWS))
         tables = [read_part(folder, part) for part in CommitLog(folder.commit_log).read()]
         texts = [text for table in tables for text in table["generated_text"].to_pylist()]
         assert sorted(texts) == sorted(f"answer {row}" for row in range(NUM_ROWS))

@@ -28,6 +28,8 @@ from transformers import AutoTokenizer
 
 from batchgen import __version__
 from batchgen.data.schema import ANSWER_SCHEMA, SCHEMA_VERSION
+from batchgen.models.config import num_matmul_parameters
+from batchgen.models.loader import load_config, resolve_model
 
 ROWS = {
     "id": [f"r{i:02d}" for i in range(12)],
@@ -151,14 +153,19 @@ def test_seeds_follow_the_id_not_the_position(here: Path, server: WarmServer) ->
 def test_the_triton_backend_from_end_to_end(here: Path, server: WarmServer) -> None:
     """Under the interpreter where there is no GPU; float32."""
     write_rows(here / "rows.parquet", {"q": ["a", "ab"]})
-    for backend in ("torch", "triton"):
+    for name, engine in {
+        "torch": {"backend": "torch"}, "triton": {"backend": "triton"},
+        "invariant": {"backend": "triton", "batch_invariant": True},
+    }.items():  # fmt: skip
         job = write_job(
-            here, prompt={"text": "the {{ q }}"}, engine={"backend": backend, "dtype": "float32"},
-            sampling={"max_tokens": 3}, output={"path": backend},
+            here, prompt={"text": "the {{ q }}"}, engine=engine | {"dtype": "float32"},
+            sampling={"max_tokens": 3}, output={"path": name},
         )  # fmt: skip
         outcome = server.run("run", job, cwd=here)
-        assert outcome.code == 0 and f"backend {backend}" in outcome.stderr
-    assert answers(here / "torch") == answers(here / "triton")
+        assert outcome.code == 0 and f"backend {engine['backend']}" in outcome.stderr
+    assert answers(here / "torch") == answers(here / "triton") == answers(here / "invariant")
+    refused = server.run("run", job, "--set", "engine.backend=torch", "--set", "output.path=new", cwd=here)
+    assert refused.code == 2 and "engine: batch_invariant needs the backend triton" in refused.error
 
 
 def test_extract_and_accuracy(here: Path, server: WarmServer) -> None:
@@ -198,6 +205,30 @@ def test_plan_reads_no_weights(job: Path, here: Path, toy: Path, server: WarmSer
     assert summary["tokens"]["saved_predicted"] == summary["tokens"]["saved_achieved"] > 0
     outcome = server.run("run", job, "--set", "model.path=light", "--set", "output.path=other", cwd=here)
     assert outcome.code == 2 and "no .safetensors file" in outcome.error
+
+
+def test_the_summary_states_the_limit_of_the_work_done(job: Path, here: Path, toy: Path, server: WarmServer) -> None:
+    """FLOPs of each answer by hand, from what its row says was computed, against those of the summary."""
+    outcome = server.run("run", job, cwd=here)
+    assert outcome.code == 0 and "GB/s measured here" in outcome.stderr
+    limits = json.loads((here / "out/summary.json").read_text())["limits"]
+    config = load_config(resolve_model(str(toy)))
+    layers, both = num_matmul_parameters(config, lm_head=False), num_matmul_parameters(config)
+
+    def flops(prompt: int, cached: int, output: int) -> int:
+        """The answer's last token is never an input."""
+        seen = sum(range(cached + 1, prompt + output))
+        linear = 2 * layers * (prompt + output - 1 - cached) + 2 * (both - layers) * output
+        return linear + 4 * config.num_layers * config.num_heads * config.head_dim * seen
+
+    counts = results(here / "out").select(["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"]).to_pylist()
+    rows = [tuple(row.values()) for row in counts]
+    assert any(cached for _, cached, _ in rows)
+    expected = sum(flops(*row) for row in rows)
+    assert limits["compute_seconds"] * limits["device_gflops"] * 1e9 == pytest.approx(expected, rel=1e-9)
+    unshared = sum(flops(prompt, 0, output) for prompt, _, output in rows)
+    assert limits["unshared_limit_seconds"] * limits["device_gflops"] * 1e9 > unshared  # its reads come on top
+    assert limits["overlapped_limit_seconds"] < limits["sequential_limit_seconds"] < limits["unshared_limit_seconds"]
 
 
 def test_status_show_and_merge(job: Path, here: Path, server: WarmServer) -> None:

@@ -19,12 +19,24 @@ def test_int4_packs_what_it_unpacks(group_size):
     """Codes by their places in the file's words, and every value within half a step of the original."""
     weight = torch.randn(5, 2 * group_size, generator=torch.Generator().manual_seed(0))
     packed, scale, zero = linear.quantize_int4(weight, group_size)
-    values = linear.unpack_int4(packed, zero).float().view(5, 2, -1) * scale[..., None]
+    values = linear.unpack_int4(packed, zero) * scale[..., None]
     # half a step by the code, and half a step more where the zero itself was rounded
     assert ((values.flatten(1) - weight).abs() <= scale.repeat_interleave(group_size, 1) * 1.0001).all()
-    code = (linear.unpack_int4(packed, zero) + zero.repeat_interleave(group_size, 1)).to(torch.uint8)
+    code = (linear.unpack_int4(packed, zero) + zero[..., None]).to(torch.uint8)
     half = group_size // 2
-    assert packed[3, half + 1] == code[3, group_size + 1] | code[3, group_size + half + 1] << 4
+    assert packed[3, 1, 1] == code[3, 1, 1] | code[3, 1, half + 1] << 4
+
+
+def test_zeros_that_are_no_whole_numbers():
+    """The same weights whichever zero their codes are counted from; all columns must agree."""
+    packed, scale, zero = linear.quantize_int4(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), 32)
+    values = linear.unpack_int4(packed, zero + 0.5)
+    assert torch.equal(values, linear.unpack_int4(packed, zero) - 0.5)
+    x = torch.eye(64)
+    for column in ("reference", "torch", "triton"):
+        out = load("linear_int4", column)(x.to(DEVICE), packed.to(DEVICE), scale.to(DEVICE), (zero + 0.5).to(DEVICE))
+        want = (values * scale[..., None]).flatten(1).T
+        assert torch.allclose(out.cpu(), want, rtol=1e-6), column
 
 
 def test_quantised_weights_are_near():
@@ -96,7 +108,7 @@ def test_no_tokens():
 
 
 X, W8, S = torch.ones(2, 64), torch.zeros(3, 64, dtype=torch.int8), torch.ones(3)
-W4 = torch.zeros(3, 32, dtype=torch.uint8)
+W4, S4 = torch.zeros(3, 2, 16, dtype=torch.uint8), torch.ones(3, 2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,14 @@ W4 = torch.zeros(3, 32, dtype=torch.uint8)
         (lambda: linear.linear_int8_triton(X, W8, S.half()), "linear_int8: scale must be float32"),
         (lambda: linear.linear_int8_triton(X.T.contiguous().T, W8, S), "dense in their last dimension"),
         (lambda: linear.linear_fp8_triton(X, W8, S), "linear_fp8: weight must be torch.float8_e4m3fn"),
-        (lambda: linear.linear_int4_triton(X, W4, torch.ones(3, 4), torch.zeros(3, 4)), "with g of 32, 64, 128, got"),
+        (lambda: linear.linear_int4_triton(X, W4.view(3, 4, 8), S4, S4), "groups must be of 32, 64, 128 weights, got 16"),
+        (lambda: linear.linear_int4_triton(X, W4.view(3, 32), S4, S4), r"weight \[N, K / g, g / 2\], got"),
+        (lambda: linear.linear_int4_triton(X, W4, S4[:, :1].contiguous(), S4), r"scale must be contiguous \[3, 2\], got"),
+        (lambda: linear.linear_int4_triton(X, W4, S4, None), "linear_int4: zero must be given"),
+        (lambda: linear.linear_int8_triton(X, W8, None), "linear_int8: scale must be given"),
+        (lambda: linear.quantize_int8(X.clone().fill_(float("nan"))), "the weight has 128 values that are NaN or infinite"),
+        (lambda: linear.quantize_fp8(X[0]), r"quantize_fp8: weight must be \[N, K\] of floats with K > 0, got \[64\]"),
+        (lambda: linear.quantize_int4(X[:, :0]), r"K > 0, got \[2, 0\]"),
         (lambda: linear.linear_invariant_triton(X, X, torch.ones(3)), r"bias must be contiguous \[2\], got \[3\]"),
         (lambda: linear.quantize_int4(X, 48), "group_size must be one of 32, 64, 128 and divide the 64 inputs, got 48"),
         (lambda: linear.quantize_int4(X[:, :50], 32), "divide the 50 inputs, got 32"),

@@ -29,6 +29,14 @@ def test_auto_on_a_gpu_is_triton(monkeypatch):
     assert ops.shares_prefix_reads is True
 
 
+def test_batch_invariance_is_refused_where_it_would_not_hold(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select_ops("triton", batch_invariant=True).batch_invariant
+    for backend in ("auto", "torch", "reference"):
+        with pytest.raises(ValueError, match="batch_invariant needs the backend triton, and this one is"):
+            select_ops(backend, batch_invariant=True)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_can_be_asked_for(backend, monkeypatch):
     monkeypatch.setattr(registry, "triton_available", lambda: (True, ""))

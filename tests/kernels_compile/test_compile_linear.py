@@ -11,9 +11,9 @@ ROWS = [(architecture, {2: BF16, 4: FP32}[size], tokens) for architecture, size,
 KINDS = {"linear_invariant": "plain", "linear_int8": "int8", "linear_fp8": "fp8", "linear_int4": "int4"}
 
 
-def compile_linear(op, target, dtype, num_tokens, splits=1, num_in=4096):
+def compile_linear(op, target, dtype, num_tokens, splits=1, num_in=4096, group_size=128):
     """(launch, reports by kernel name)."""
-    args = linear_case(op, 1, num_in, 1024, dtype, bias=True).make()
+    args = linear_case(op, 1, num_in, 1024, dtype, bias=True, group_size=group_size).make()
     x = torch.empty(num_tokens, num_in, dtype=dtype)
     scale, zero, bias = {2: (None, None), 3: (args[2], None), 4: args[2:4]}[len(args) - 1] + (args[-1],)
     kernels = ["linear_kernel", "sum_splits_kernel"]
@@ -34,6 +34,19 @@ def test_linear(architecture, dtype, tokens, op, table):
     assert_sound(r)
     if dtype == BF16:
         assert LARGE_MMA[architecture] in r["mma"], r
+    if architecture != "gfx942":
+        assert_copies_in_flight(r, chosen)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(("architecture", "tokens"), [(a, t) for a, dtype, t in ROWS if dtype == BF16])
+def test_small_groups(architecture, tokens, group_size, table):
+    """A tile of half a group is 1 or 2 KB, so a thread's part of it may be 64 bits."""
+    chosen, reports = compile_linear("linear_int4", TARGETS[architecture], BF16, tokens, group_size=group_size)
+    (r,) = reports.values()
+    table("linear_int4", f"{architecture} bfloat16 {tokens} tokens, groups of {group_size}", r)
+    assert_sound(r, wide=False)
+    assert LARGE_MMA[architecture] in r["mma"], r
     if architecture != "gfx942":
         assert_copies_in_flight(r, chosen)
 

@@ -16,7 +16,6 @@ from toy import make_toy_model
 from transformers import AutoModelForCausalLM
 
 from batchgen.models.config import kv_bytes_per_token, kv_cache_shape, num_matmul_parameters
-from batchgen.models.cpu_math import MAX_PADDED_ROWS, min_independent_rows
 from batchgen.models.decoder import Decoder
 from batchgen.models.files import resolve_model
 from batchgen.models.loader import load_decoder
@@ -123,17 +122,6 @@ def test_a_token_has_the_same_logits_in_any_step(tmp_path: Path) -> None:
         a = alone.step({0: [token]})[0]
         b = crowded.step({0: [token], **{i: [token] for i in others}})[0]
         assert torch.equal(a, b)
-
-
-def test_the_measured_row_count_is_enough() -> None:
-    generator = torch.Generator().manual_seed(7)
-    first = min_independent_rows()
-    assert 1 <= first <= MAX_PADDED_ROWS, "no padding makes rows independent on this machine"
-    for num_in, num_out in ((576, 1536), (64, 960), (1536, 64)):
-        weight, x = torch.randn(num_out, num_in, generator=generator), torch.randn(300, num_in, generator=generator)
-        whole = torch.nn.functional.linear(x, weight)
-        for num_rows in range(first, 300, 7):
-            assert torch.equal(torch.nn.functional.linear(x[:num_rows], weight), whole[:num_rows])
 
 
 ROWS_SCRIPT = """

@@ -7,6 +7,7 @@ import pytest
 
 from batchgen.plan.order import CHUNK, common_prefix_lengths, prefix_order
 from batchgen.plan.window import next_smaller, plan_window
+from batchgen.records import PackedTokens
 
 
 def random_rows(seed: int) -> list[np.ndarray]:
@@ -23,7 +24,7 @@ def random_rows(seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("seed", range(10))
 def test_prefix_order_is_the_sort_of_the_token_lists(seed: int) -> None:
     rows = random_rows(seed)
-    order = prefix_order(lambda i: rows[i], np.array([len(r) for r in rows]))
+    order = prefix_order(PackedTokens.pack(rows))
     assert order.tolist() == sorted(range(len(rows)), key=lambda i: rows[i].tolist())
 
 
@@ -50,4 +51,4 @@ def test_next_smaller() -> None:
 def test_no_rows() -> None:
     window = plan_window(lambda i: np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32), 16)
     assert len(window) == 0 and window.num_computed() == 0
-    assert len(common_prefix_lengths(lambda i: np.empty(0, np.int32), np.empty(0, np.int64))) == 0
+    assert len(common_prefix_lengths(PackedTokens.pack([]), np.empty(0, np.int64))) == 0

@@ -65,7 +65,7 @@ def test_large_batches_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with TokenStoreWriter(tmp_path / "t") as writer:
         writer.append(range(12), range(12), rows, [FAULT if i == 0 else None for i in range(12)])
     store = TokenStore.open(tmp_path / "t")
-    assert len(store._batches) == 5  # of 10, 11, 15, 19 and 11 tokens
+    assert len(store._file(0).batches) == 5  # of 10, 11, 15, 19 and 11 tokens
     assert [store.tokens(i).tolist() for i in range(12)] == [row.tolist() for row in rows]
     assert store.lengths.tolist() == list(range(12)) and store.faults() == {0: FAULT}
 
@@ -83,6 +83,64 @@ def test_a_failed_writer_leaves_nothing_and_damage_is_told(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CorruptRunError, match="delete it"):
         TokenStore.open(path)
+
+
+class ByFirst:
+    num_partitions = 3
+
+    def __call__(self, token_ids: np.ndarray) -> int:
+        return int(token_ids[0]) % 3 if len(token_ids) else 0
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3, 100])
+def test_a_large_store_is_a_head_and_partitions(batch_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "HEAD_ROWS", 5)
+    monkeypatch.setattr(token_store, "PARTITION_BATCH_TOKENS", 40)
+    rows = [ids(i, *range(i)) if i % 7 else NONE for i in range(40)]
+    heads = []
+
+    def partition(head: TokenStore) -> ByFirst:
+        heads.append(head)
+        return ByFirst()
+
+    path = tmp_path / "tokens.arrow"
+    with TokenStoreWriter(path, {"model": "toy"}, partition) as writer:
+        for begin in range(0, 40, batch_rows):
+            part = range(begin, min(begin + batch_rows, 40))
+            faults = [FAULT if i % 7 == 0 else None for i in part]
+            writer.append(part, [1000 + i for i in part], [rows[i] for i in part], faults)
+        assert [path.name for path in tmp_path.iterdir()] == ["tokens.tmp"], "a store that is not finished does not exist"
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    (head,) = heads
+    assert head.rows.tolist() == list(range(5)) and head.tokens(3).tolist() == rows[3].tolist()
+    store = TokenStore.open(path)
+    assert store.num_rows == 40 and store.metadata == {"model": "toy"} and store.file_starts[1] == 5
+    assert sorted(store.rows.tolist()) == list(range(40)) and (store.row_keys == store.rows + 1000).all()
+    assert all(store.tokens(i).tolist() == rows[store.rows[i]].tolist() for i in range(40))
+    assert {int(store.rows[i]) for i in store.faults()} == set(range(0, 40, 7)) and set(store.faults([3, 4])) == set()
+    for first, end in ((0, 40), (3, 17), (6, 6)):
+        packed = store.pack(first, end)
+        assert len(packed) == end - first
+        assert all(packed(i).tolist() == rows[store.rows[i]].tolist() for i in range(first, end))
+    for a, b in zip(store.file_starts[1:-1], store.file_starts[2:]):
+        assert len({ByFirst()(store.tokens(i)) for i in range(a, b)}) <= 1
+
+
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_a_store_that_fits_into_its_head_is_one_file(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "HEAD_ROWS", 5)
+    (tmp_path / "tokens.tmp").mkdir()  # of a process that was killed
+    with TokenStoreWriter(tmp_path / "tokens.arrow", partition=lambda head: ByFirst()) as writer:
+        writer.append(range(num_rows), range(num_rows), [ids(1)] * num_rows, [None] * num_rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.arrow"]
+
+
+def test_a_large_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "HEAD_ROWS", 5)
+    with pytest.raises(RuntimeError), TokenStoreWriter(tmp_path / "t.arrow", partition=lambda head: ByFirst()) as writer:
+        writer.append(range(9), range(9), [ids(1)] * 9, [None] * 9)
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

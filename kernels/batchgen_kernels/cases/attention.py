@@ -149,13 +149,6 @@ def attention_case(label: str, make: Callable[[], tuple[Any, ...]]) -> Case:
 
     def call(plan_attention: Any, args: Any) -> list[torch.Tensor]:
         metadata, query, key_cache, value_cache, scale, *given = args
-        needs_finite_slots = getattr(plan_attention, "needs_finite_slots", False)  # its contract: see attention_torch
-        if needs_finite_slots and not any(AttentionOptions(*given).used):
-            owned = torch.cat(
-                [metadata.block_table.flatten().clamp(min=0).unique(), torch.zeros(1, dtype=torch.int32)]
-            ).long()
-            key_cache, value_cache = key_cache.clone(), value_cache.clone()
-            key_cache[owned], value_cache[owned] = key_cache[owned].nan_to_num(0), value_cache[owned].nan_to_num(0)
         plan = plan_attention(metadata, query.shape[1], key_cache.shape[2], query.shape[2])
         return [plan(query, key_cache, value_cache, scale, *given)]
 

@@ -20,8 +20,9 @@ def linear_case(
     device: str = "cpu",
     bias: bool = False,
     group_size: int = 128,
+    whole_zeros: bool = True,
 ) -> Case:
-    """x is a view inside a wider tensor, with NaN around it."""
+    """x is a view inside a wider tensor, with NaN around it. whole_zeros=False: int4 as other quantisers make it."""
 
     def make() -> tuple[Any, ...]:
         wide = torch.full((num_tokens + 2, num_in + 16), float("nan"), dtype=dtype, device=device)
@@ -32,7 +33,8 @@ def linear_case(
         if op == "linear_invariant":
             return x, weight.to(dtype), channels
         if op == "linear_int4":
-            return x, *quantize_int4(weight, group_size), channels
+            packed, scale, zero = quantize_int4(weight, group_size)
+            return x, packed, scale, zero if whole_zeros else zero + 0.3, channels
         quantize = {"linear_int8": quantize_int8, "linear_fp8": quantize_fp8}[op]
         return x, *quantize(weight), channels
 
@@ -49,6 +51,7 @@ def _cases(op: str, dtype: torch.dtype, device: str) -> Iterator[Case]:
     yield linear_case(op, 1, 64, 32, dtype, device)
     yield linear_case(op, 17, 75, 1, dtype, device)
     yield linear_case(op, 35, 40, 70, dtype, device)
+    yield linear_case(op, 150, 40, 5, dtype, device)  # more tokens than the largest tile
 
 
 def linear_invariant_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -67,3 +70,5 @@ def linear_int4_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:
     yield linear_case("linear_int4", 3, 256, 77, dtype, device, bias=True)
     yield linear_case("linear_int4", 17, 96, 33, dtype, device, group_size=32)
     yield linear_case("linear_int4", 1, 192, 32, dtype, device, group_size=64)
+    # other zeros only where code minus zero is not rounded by more than the result
+    yield linear_case("linear_int4", 150, 64, 5, dtype, device, group_size=64, whole_zeros=dtype != torch.float32)

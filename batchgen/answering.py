@@ -1,0 +1,285 @@
+"""Windows of a job through the engine: loaded once, one window after another, answers to the writer row by row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from batchgen_kernels import select_ops
+
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.writer import PartWriter
+from batchgen.engine.engine import Engine
+from batchgen.engine.sampler import SamplingConfig
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, prepare_cpu
+from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.errors import UsageError
+from batchgen.models.config import kv_bytes_per_token
+from batchgen.models.loader import eos_token_ids, load_decoder
+from batchgen.plan.duplicates import Distinct
+from batchgen.plan.work import ModelShape, Work
+from batchgen.prompts import Inputs, entry_ranges, job_rows, plan_requests, plan_rows, sampling_config
+from batchgen.records import Completion, Window
+from batchgen.report.progress import Progress
+from batchgen.report.roofline import calibrate, model_shape, roofline
+from batchgen.signals import StopSignals
+from batchgen.text.detokenizer import Detokenizer
+from batchgen.text.token_store import TokenStore
+from batchgen.text.tokens_in_making import TokensInMaking
+
+CALIBRATION_SHARE = 0.02  # of the time in the engine, to measure what the device allows
+
+
+@dataclass
+class EngineResult:
+    num_answered: int = 0
+    num_repeated: int = 0  # of them, those that are copies of another row's answer
+    num_prompt_tokens: int = 0  # of the rows that went through the engine
+    num_planned: int = 0  # prompt tokens that the plan said would be computed
+    engine: Engine | None = None
+    limits: dict[str, float] | None = None  # see report/roofline.py
+
+
+class Loaded(NamedTuple):
+    """The engine with its weights, and how it answers."""
+
+    engine: Engine
+    scheduler_config: SchedulerConfig
+    sampling: SamplingConfig
+    detokenizer: Detokenizer
+    shape: ModelShape
+
+
+def answer(
+    inputs: Inputs,
+    tokens: TokensInMaking,
+    writer: PartWriter,
+    chosen: np.ndarray | None,
+    progress: Progress,
+    stop: StopSignals,
+) -> EngineResult:
+    """Answer every row without an answer, or those at the positions `chosen` ([k] int64, of --only), window by window, and
+    hand the answers to the writer, row by row.
+
+    A window is planned when its turn comes, so one is in memory at a time. The batch drains between two windows: a few
+    hundred steps of a smaller batch against the hundred thousand rows of a window.
+    """
+    job = inputs.job
+    result, meter = EngineResult(), Meter(inputs.max_tokens, progress)
+    loaded: Loaded | None = None
+    seconds, known = 0.0, None
+    for store, first, end in entry_ranges(tokens):
+        if store is not known:
+            known = store
+            owed_rows = expect_answers(inputs, tokens, store, writer, chosen)
+        owed = first + np.flatnonzero(np.isin(store.rows[first:end], owed_rows))
+        faults = store.faults(owed)
+        for i, fault in faults.items():
+            writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(job.sampling.n)))
+        result.num_answered += len(faults) * job.sampling.n
+        distinct, n = plan_requests(job, plan_rows(job, store, owed))
+        if len(distinct.window) == 0:
+            continue
+        if loaded is None:
+            more_follow = tokens.num_rows is None or end < tokens.num_rows
+            loaded = load_engine(inputs, writer.folder, distinct.window, n, more_follow, progress)
+        meter.window(distinct.window, n)
+        began = time.perf_counter()
+        with stop.deferred():
+            num_answered = answer_window(
+                distinct, n, job.sampling.n, store, loaded, writer, meter,
+                lambda: stop.received is not None or tokens.failed,
+            )  # fmt: skip
+            writer.commit()
+        seconds += time.perf_counter() - began
+        result.num_answered += num_answered
+        result.num_repeated += num_answered - len(distinct.window) * n
+        result.num_prompt_tokens += int(store.lengths[distinct.entries].sum(dtype=np.int64)) * job.sampling.n
+        del distinct  # before the next window is planned
+    result.num_planned = meter.num_planned
+    if loaded is not None:
+        result.engine = loaded.engine
+        rates = calibrate(loaded.engine.device, loaded.engine.model.dtype, CALIBRATION_SHARE * seconds)
+        result.limits = roofline(*meter.work(loaded.engine.stats.counts), loaded.shape, rates, seconds)
+    return result
+
+
+def expect_answers(
+    inputs: Inputs, tokens: TokensInMaking, store: TokenStore, writer: PartWriter, chosen: np.ndarray | None
+) -> np.ndarray:
+    """[k] int64: positions of the rows of `store` that are to be answered now. Tells the writer who its rows are, and
+    `status` how many there are."""
+    job = inputs.job
+    if len(writer.rows) != store.num_rows:  # it knew the head only
+        writer.learn(job_rows(store))
+    owed = np.setdiff1d(store.rows, writer.finished()) if chosen is None else chosen
+    standing = writer.expect(owed, job.output.max_failed(tokens.num_rows or inputs.most_rows))
+    writer.folder.update_state({"num_rows": tokens.num_rows, **standing})
+    return owed
+
+
+def answer_window(
+    distinct: Distinct,
+    n: int,
+    num_samples: int,
+    store: TokenStore,
+    loaded: Loaded,
+    writer: PartWriter,
+    meter: Meter,
+    should_stop: Callable[[], bool],
+) -> int:
+    """Compute `n` samples of each row of the window; every row gets `num_samples` answers. Returns how many were given."""
+    window, detokenizer = distinct.window, loaded.detokenizer
+
+    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
+        meter.step(step, scheduler)
+        writer.commit_if_due()
+
+    num_answered = 0
+    samples: dict[int, list[Completion]] = {}
+    for finished in loaded.engine.generate(
+        window,
+        loaded.scheduler_config,
+        loaded.sampling,
+        store.row_keys[window.index],
+        hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
+        should_stop=should_stop,
+        on_step=after_step,
+    ):
+        position = finished.position
+        of_row = samples.setdefault(position, [])
+        of_row.append(complete(int(store.rows[window.index[position]]), finished, detokenizer))
+        meter.finished(finished)
+        if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
+            for entry in distinct.rows(position).tolist():
+                answers = fan_out(samples[position], int(store.rows[entry]), num_samples)
+                writer.add(*answers)
+                num_answered += len(answers)
+            del samples[position]
+    return num_answered
+
+
+def fan_out(answers: list[Completion], row: int, num_samples: int) -> list[Completion]:
+    """`answers` of one row as those of `row`: its own as they are, else copies, for which nothing was computed."""
+    own = [replace(one, row=row) for one in answers]
+    copied = [replace(one, num_cached_tokens=one.num_prompt_tokens, num_preemptions=0) for one in own]
+    first = own if answers[0].row == row else copied
+    return first + [replace(copied[0], sample_index=s) for s in range(len(first), num_samples)]
+
+
+def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_follow: bool, progress: Progress) -> Loaded:
+    """The engine, its pool sized for `window` with `n` samples of each row; with more_follow, for any window."""
+    job = inputs.job
+    progress.phase("load")
+    device = choose_device(job.engine.device)
+    threads = prepare_cpu(job.engine.threads)
+    dtype = choose_dtype(job.engine.dtype, device)
+    kv_dtype = choose_kv_dtype(job.engine.kv_dtype, dtype)
+    try:
+        ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
+    except ValueError as error:
+        raise UsageError(f"engine: {error}") from None
+    products, int8 = folder.state.get("products"), job.engine.dtype == "int8"
+    model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, products, int8)
+    folder.update_state({"products": model.products})  # for the same bits when the run is resumed
+    size = choose_size(
+        device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
+        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n, more_follow,
+    )  # fmt: skip
+    engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
+    progress.close()
+    progress.say(
+        f"engine: {device} with {threads} threads, {'int8 and ' * int8}{str(dtype).removeprefix('torch.')}, "
+        f"backend {ops.backend} ({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
+        f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
+    )
+    for choice in ops.choices:
+        if choice.implementation != ops.backend:
+            progress.say(f"engine: {choice.op} runs on {choice.implementation}, because {choice.reason}")
+
+    eos = frozenset(job.sampling.stop_token_ids)
+    if not job.sampling.ignore_eos:
+        eos |= eos_token_ids(inputs.files)
+    # torch's attention reads a cache of another dtype request by request
+    shares_reads = ops.shares_prefix_reads and (kv_dtype == dtype or ops.backend != "torch")
+    scheduler_config = SchedulerConfig(
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        max_running_requests=size.max_running_requests,
+        max_model_len=inputs.max_model_len,
+        max_tokens=inputs.max_tokens,
+        num_samples=n,
+        eos_token_ids=eos,
+        prefix_cache=job.engine.prefix_cache,
+        prefix_groups=job.engine.prefix_cache and shares_reads,
+    )
+    detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
+    return Loaded(engine, scheduler_config, sampling_config(job), detokenizer, model_shape(inputs.config, dtype, kv_dtype))
+
+
+def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completion:
+    """A finished request as the answer of its row."""
+    completion = Completion(
+        row,
+        finished.sample_index,
+        finished.token_ids,
+        num_prompt_tokens=finished.num_prompt_tokens,
+        num_cached_tokens=finished.num_cached_tokens,
+        num_preemptions=finished.num_preemptions,
+        fault=finished.fault,
+    )
+    if finished.fault is None:
+        completion.finish_reason = finished.finish_reason
+        completion.text, completion.stop_reason = detokenizer.finish(finished.token_ids, finished.finish_reason)
+    return completion
+
+
+class Meter:
+    """Turns steps and finished requests into progress (tokens to compute, known for prompts, estimated for answers), and
+    counts the work that they were."""
+
+    def __init__(self, max_tokens: int, progress: Progress) -> None:
+        self.max_tokens, self.progress = max_tokens, progress
+        self.num_requests = self.num_planned = self.num_finished = self.num_output = 0
+        self.num_sampled = self.num_tokens = self.context = self.spared_tokens = self.spared_context = 0
+
+    def window(self, window: Window, num_samples: int) -> None:
+        """Another window begins."""
+        self.num_requests += len(window) * num_samples
+        self.num_planned += window.num_computed()
+        self.progress.phase("run", self.num_planned + self.num_requests * self.max_tokens)
+        self.progress.update(self.num_tokens)
+
+    def step(self, step: StepPlan, scheduler: Scheduler) -> None:
+        counts = scheduler.stats
+        first, computed = step.first_position.astype(np.int64), step.num_scheduled.astype(np.int64)
+        self.num_tokens += int(computed.sum())
+        self.context += int((computed * first + computed * (computed + 1) // 2).sum())
+        self.num_sampled += len(step.sample_slots)
+        seen = counts.num_cached + counts.num_prefill
+        facts = (
+            f"answers {self.num_finished}/{self.num_requests}, {len(step.slots)} running, "
+            f"hits {counts.num_cached / max(seen, 1):.0%}, prefill {counts.num_prefill:,} decode {counts.num_decode:,}"
+        )
+        mean_output = self.num_output / self.num_finished if self.num_finished else self.max_tokens
+        total = self.num_planned + counts.num_recomputed + int(self.num_requests * max(mean_output - 1, 0))
+        self.progress.update(int(computed.sum()), facts, total)
+
+    def finished(self, finished: Finished) -> None:
+        self.num_finished += 1
+        self.num_output += len(finished.token_ids)
+        cached = finished.num_cached_tokens
+        self.spared_tokens += cached
+        self.spared_context += cached * (cached + 1) // 2
+
+    def work(self, counts: SchedulerStats) -> tuple[Work, Work]:
+        """What was computed and read, and what would have been without a plan: no prompt shared, nor its reads."""
+        done = Work(counts.num_steps, self.num_tokens, self.num_sampled, self.context, counts.num_kv_read)
+        return done, done._replace(
+            query_tokens=self.num_tokens + self.spared_tokens,
+            context=self.context + self.spared_context,
+            kv_read=counts.num_kv_visible + self.spared_tokens,
+        )

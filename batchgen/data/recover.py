@@ -1,0 +1,81 @@
+"""What is committed and whole, when a run folder is opened. What is damaged is kept aside, told, and owed again.
+
+A part counts if the log names it and its bytes have the checksum that the log states; every part is read once for that. Each
+record of the log has its own checksum too, so one that is damaged costs the rows of its own part only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import xxhash
+
+from batchgen.data.commit_log import CommitLog
+from batchgen.data.durable import explain_os_errors, fsync_folder
+from batchgen.data.run_folder import RunFolder
+from batchgen.records import Part
+
+_PART_NAME = re.compile(r"part-(\d+)\.parquet")
+
+
+def recover(folder: RunFolder) -> tuple[list[Part], list[str]]:
+    """(committed parts that are whole, oldest first; a sentence for each damage found). Use it inside the folder's lock.
+
+    Damaged parts become parts/damaged-part-..., the log is written anew without them, and what no record names is deleted.
+    It may be broken off anywhere and repeated. Raises BatchgenError if the disk refuses.
+    """
+    log = CommitLog(folder.commit_log)
+    content = log.inspect()
+    whole: list[Part] = []
+    told: list[str] = []
+    with explain_os_errors(folder.parts):
+        for part in content.parts:
+            path = folder.parts / part.name
+            damage = _damage(path, part)
+            if damage is None:
+                whole.append(part)
+                continue
+            kept = f"; it is kept as {_set_aside(path).name}" if path.exists() else ""
+            told.append(f"{path}: {damage}{kept}; its {part.num_rows} answers are computed again")
+        if content.num_damaged:
+            told.append(
+                f"{log.path}: {content.num_damaged} of its records are damaged; the answers of their parts are computed "
+                "again, those of the other records stand"
+            )
+        named = {part.name for part in whole}
+        strays = [path for path in folder.parts.iterdir() if path.is_file() and path.name not in named]
+        for path in strays:
+            if _PART_NAME.fullmatch(path.name) and content.num_damaged:
+                _set_aside(path)  # perhaps the one whose record is damaged
+        if told:
+            fsync_folder(folder.parts)  # parts go before their records: the other way round they would be strays
+            log.rewrite(whole)
+        for path in strays:
+            if not path.name.startswith("damaged-"):
+                path.unlink(missing_ok=True)
+    return whole, told
+
+
+def next_number(folder: RunFolder) -> int:
+    """Above that of every part there is or was, damaged ones included: no name is used twice."""
+    found = (_PART_NAME.search(path.name) for path in folder.parts.iterdir())
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def _damage(path: Path, part: Part) -> str | None:
+    try:
+        image = path.read_bytes()
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if len(image) != part.num_bytes:
+        return f"{len(image)} bytes long instead of {part.num_bytes}"
+    if xxhash.xxh3_128_hexdigest(image) != part.checksum:
+        return "changed since it was committed (its checksum differs)"
+    return None
+
+
+def _set_aside(path: Path) -> Path:
+    return path.rename(path.with_name(f"damaged-{path.name}"))
