@@ -10,8 +10,6 @@ The parts are merged by log-sum-exp: softmax over a union of key sets is the mea
 
 Packed layout: with G = num_q_heads / num_kv_heads, row t * G + g of head k is query head k * G + g of token t, so a
 range of tokens is a range of rows and a group is a view. Blocks whose ids are consecutive are read in place.
-
-Contract beyond the reference: block 0 holds zeros, for decodes are padded with it; the engine keeps it so.
 """
 
 from __future__ import annotations
@@ -81,7 +79,10 @@ class DecodeBucket:
 
     def __init__(self, requests: slice, blocks: torch.Tensor, num_tokens: torch.Tensor, block_size: int) -> None:
         """requests: of all decodes. blocks [B, max_blocks] int64, of private keys; num_tokens [B] int64."""
-        self.requests, self.blocks, self.block_size = requests, blocks, block_size
+        self.requests, self.block_size = requests, block_size
+        # a table's entries behind a request's own blocks may be anything
+        own = torch.arange(blocks.shape[1]) * block_size < num_tokens[:, None]
+        self.blocks = torch.where(own, blocks, blocks[:, :1])
         num_keys = -(-int(num_tokens.max()) // PADDED_TO) * PADDED_TO
         self.key = torch.arange(num_keys)
         self.invisible = self.key >= num_tokens[:, None]  # [B, L]
@@ -89,22 +90,31 @@ class DecodeBucket:
 
     def rows(self, cache: torch.Tensor) -> torch.Tensor:
         """cache [num_blocks, block_size, num_kv_heads, D] as float32 rows [num_blocks * block_size * num_kv_heads, D]:
-        the cache itself, or a copy of the bucket's blocks if it is not float32."""
-        if cache.dtype == torch.float32:
+        the cache itself, or a copy of the bucket's blocks."""
+        if not self.copies(cache):
             return cache.view(-1, cache.shape[-1])
-        blocks = torch.cat([self.blocks.new_zeros(1), self.blocks.flatten()])
-        return cache.index_select(0, blocks).float().view(-1, cache.shape[-1])
+        return cache.index_select(0, self.blocks_to_copy(cache)).float().view(-1, cache.shape[-1])
+
+    def copies(self, cache: torch.Tensor) -> bool:
+        """A sparse matrix has no more entries in a row than it has columns, so a cache of few rows is copied too."""
+        return cache.dtype != torch.float32 or math.prod(cache.shape[:3]) < len(self.key)
+
+    def blocks_to_copy(self, cache: torch.Tensor) -> torch.Tensor:
+        """The bucket's blocks, and its first one again until there are as many rows as keys."""
+        blocks = self.blocks.flatten()
+        needed = -(-len(self.key) // math.prod(cache.shape[1:3]))
+        return torch.cat([blocks, blocks[:1].expand(max(0, needed - len(blocks)))])
 
     def scores(self, cache: torch.Tensor, group_size: int) -> torch.Tensor:
         """Sparse [B * num_q_heads, rows], L entries a row: the keys of each query head, all layers alike. Made once."""
         if self._scores is None:
             num_kv_heads = cache.shape[2]
             blocks, num_blocks = self.blocks, cache.shape[0]
-            if cache.dtype != torch.float32:
-                blocks, num_blocks = torch.arange(1, blocks.numel() + 1).view(blocks.shape), blocks.numel() + 1
+            if self.copies(cache):
+                blocks, num_blocks = torch.arange(blocks.numel()).view(blocks.shape), len(self.blocks_to_copy(cache))
             at = (self.key // self.block_size).clamp_(max=blocks.shape[1] - 1)
             slots = blocks[:, at] * self.block_size + self.key % self.block_size
-            slots.masked_fill_(self.invisible, 0)  # of the null block
+            slots = torch.where(self.invisible, slots[:, :1], slots)  # padding reads a key that is its own, at weight 0
             num_rows = num_blocks * self.block_size * num_kv_heads
             columns = slots[:, None, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None, None]
             columns = columns.expand(-1, -1, group_size, -1).reshape(-1)
