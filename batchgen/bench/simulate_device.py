@@ -2,12 +2,12 @@
 
     linear layers    2 N T + 2 Nh K FLOPs,  (N + Nh) w bytes: each weight once
     attention        4 L H D (sum of the contexts of the T query tokens) FLOPs,  kv (tokens of KV read + T) bytes
-    seconds          max(FLOPs / F, bytes / B) of the one, and of the other, + launch
+    seconds          max(FLOPs / F, bytes / B) of the one, FLOPs / F + bytes / B of the other, + launch
 
 for a step of T query tokens of which K are sampled. Inside a matrix product the reads of weights hide behind the FLOPs or
-the other way round, and so in attention, where the prefills' FLOPs hide the decodes' reads if both go out in one launch
-(POD-Attention, Kamath et al. 2025). The two follow each other layer by layer, so nothing hides one behind the other. F and
-B are what the device sustains: its data sheet times `compute_share` and `memory_share`.
+the other way round. Attention is two launches, prefill bound by its FLOPs and decode by its reads, and they follow each
+other, as do all of them layer by layer: nothing hides one behind the other. F and B are what the device sustains: its data
+sheet times `compute_share` and `memory_share`.
 
 T_seq is FLOPs / F + bytes / B of the fewest FLOPs, reads and steps that the job can do with, T_overlap the greater of the
 two: a step that overlaps lies between them.
@@ -92,7 +92,7 @@ class Work(NamedTuple):
         """Of one step."""
         flops, bandwidth = d.flops * d.compute_share, d.bandwidth * d.memory_share
         linear = max(self.linear_flops(m) / flops, self.weight_bytes(m) / bandwidth)
-        return linear + max(self.attention_flops(m) / flops, self.kv_bytes(m) / bandwidth) + d.launch
+        return linear + self.attention_flops(m) / flops + self.kv_bytes(m) / bandwidth + d.launch
 
     def limits(self, m: ModelShape, d: DeviceRates) -> tuple[float, float]:
         """(T_seq, T_overlap): seconds to compute and then read, and to do both at once, launches left out."""
