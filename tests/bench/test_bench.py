@@ -171,7 +171,7 @@ def test_hits_of_continuous_batching_are_still_reported_under_that_name():
 def test_a_whole_run_on_a_toy_model(model, capsys, tmp_path):
     file = tmp_path / "bench.json"
     arguments = ["--model", model, "--rows", "4", "--max-tokens", "5", "--threads", "1", "--profile", "--json", str(file)]
-    arguments += ["--peers", str(tmp_path)]
+    arguments += ["--peers", str(tmp_path), "--systems", "batchgen,generate,continuous,vllm"]  # llama.cpp takes no toy
     assert bench.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1])
@@ -182,7 +182,7 @@ def test_a_whole_run_on_a_toy_model(model, capsys, tmp_path):
         assert workload["settings"].keys() == {"ample", "scarce"}
         for setting, measured in workload["settings"].items():
             systems = measured["systems"]
-            assert {k.split()[0] for k in systems} == SYSTEMS.keys() - result["missing"].keys()
+            assert {k.split()[0] for k in systems} == {"batchgen", "generate", "continuous"} < SYSTEMS.keys()
             for system, facts in systems.items():
                 if setting == "scarce" and system.startswith("continuous"):
                     continue  # it keeps some blocks free, and may not take what the others can
