@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from batchgen.errors import BatchgenError
 from batchgen.records import Prompt
 from batchgen.text.token_store import Partitioning, TokenStore, TokenStoreWriter
 
@@ -108,6 +109,11 @@ class TokensInMaking:
                 self._stop_if_abandoned()
             self._whole = TokenStore.open(path)
             self._head = self._head or self._whole
+        except OSError as error:  # the reader tells its own; what is left is the store's disk
+            self._error = BatchgenError(
+                f"{path}: cannot write: {error.strerror or error}; what was committed is safe; solve this, then run the same "
+                "command again"
+            )
         except BaseException as error:  # whatever it is, it is raised where the store is waited for
             self._error = error
         finally:
