@@ -111,8 +111,8 @@ class TokensInMaking:
             self._head = self._head or self._whole
         except OSError as error:  # the reader tells its own; what is left is the store's disk
             self._error = BatchgenError(
-                f"{path}: cannot write: {error.strerror or error}; what was committed is safe; solve this, then run the same "
-                "command again"
+                f"{path}: cannot write: {error.strerror or error}; what was committed is safe; solve this, then run "
+                "the same command again"
             )
         except BaseException as error:  # whatever it is, it is raised where the store is waited for
             self._error = error
