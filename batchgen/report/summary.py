@@ -11,7 +11,8 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
     """`s` is what runner.summarize makes and summary.json holds."""
     rows, tokens = s["rows"], s["tokens"]
     status = ", ".join(f"{n} {name}" for name, n in rows["by_status"].items()) or "none"
-    lines = [f"rows      {rows['answers']} answers ({status}); {rows['answered_now']} of them in this run"]
+    copies = f", {rows['repeated']} as copies of the answer to an equal prompt" if rows["repeated"] else ""
+    lines = [f"rows      {rows['answers']} answers ({status}); {rows['answered_now']} of them in this run{copies}"]
     if rows["by_error_code"]:
         lines.append("errors    " + ", ".join(f"{code}: {n}" for code, n in rows["by_error_code"].items()))
     if tokens["prompt"]:

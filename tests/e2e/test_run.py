@@ -207,6 +207,38 @@ def test_plan_reads_no_weights(job: Path, here: Path, toy: Path, server: WarmSer
     assert outcome.code == 2 and "no .safetensors file" in outcome.error
 
 
+def test_equal_prompts_are_computed_once_where_the_likeliest_token_is_taken(here: Path, server: WarmServer) -> None:
+    """Every row has its answer, and both samples; what is computed is that of the distinct prompts alone."""
+    texts = [f"what is {i % 3}" for i in range(7)]
+    computed = {}
+    for name, questions in {"all": texts, "distinct": texts[:3]}.items():
+        write_rows(here / f"{name}.parquet", {"q": questions})
+        job = write_job(
+            here, input={"path": f"{name}.parquet"}, prompt={"text": "{{ q }}"}, output={"path": name}, sampling={"n": 2},
+        )  # fmt: skip
+        outcome = server.run("run", job, cwd=here)
+        assert outcome.code == 0, outcome.stderr
+        summary = json.loads((here / name / "summary.json").read_text())
+        assert summary["tokens"]["saved_predicted"] == summary["tokens"]["saved_achieved"]
+        computed[name] = summary["tokens"]["computed"]
+    assert computed["all"] == computed["distinct"]
+    assert json.loads((here / "all/summary.json").read_text())["rows"]["repeated"] == 14 - 3
+    rows = results(here / "all").to_pylist()
+    assert [(r["row"], r["sample_index"]) for r in rows] == [(i, s) for i in range(7) for s in range(2)]
+    for r in rows:
+        first = rows[2 * (r["row"] % 3)]
+        assert r["token_ids"] == first["token_ids"] and r["generated_text"] == first["generated_text"]
+        own = r["row"] < 3 and r["sample_index"] == 0
+        assert own or r["num_cached_tokens"] == r["num_prompt_tokens"]
+    sampled = write_job(
+        here, input={"path": "all.parquet"}, prompt={"text": "{{ q }}"}, output={"path": "sampled"},
+        sampling={"temperature": 1.0, "seed": 1},
+    )  # fmt: skip
+    assert server.run("run", sampled, cwd=here).code == 0
+    rows = results(here / "sampled").to_pylist()
+    assert len({tuple(r["token_ids"]) for r in rows}) > 3, "each draw is its row's own"
+
+
 def test_the_summary_states_the_limit_of_the_work_done(job: Path, here: Path, toy: Path, server: WarmServer) -> None:
     """FLOPs of each answer by hand, from what its row says was computed, against those of the summary."""
     outcome = server.run("run", job, cwd=here)
