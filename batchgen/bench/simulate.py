@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.bench.lru_pool import LruBlockPool
-from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, ModelShape, Work, least_work, work_of
+from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, least_work, limits, step_seconds, work_of
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import SchedulerConfig
 from batchgen.plan.cost_order import cost_order
 from batchgen.plan.window import plan_window
+from batchgen.plan.work import ModelShape, Work
 
 EOS, WORD = 1, 2  # the two tokens that the device generates
 
@@ -121,7 +122,7 @@ def simulate(
     state, stats = scheduler.state, scheduler.stats
     began = time.perf_counter()
     num_sampled = context = kv_read = query_tokens = 0
-    step_seconds, step_rows = [], []
+    seconds_of_steps, step_rows = [], []
     while not scheduler.done:
         step = scheduler.schedule()
         scheduler.take_rejected()
@@ -133,12 +134,12 @@ def simulate(
         query_tokens += work.query_tokens
         num_sampled += work.sampled
         context += work.context
-        step_seconds.append(work.step_seconds(model, device))
+        seconds_of_steps.append(step_seconds(work, model, device))
         step_rows.append(len(step.slots))
         slots = step.sample_slots
         last = state.num_tokens[slots] - state.num_prompt[slots] + 1 >= wanted[state.position[slots]]
         scheduler.update(step, np.where(last, EOS, WORD).astype(np.int32), np.ones(len(slots), bool))
-    seconds, rows = np.array(step_seconds), np.array(step_rows)
+    seconds, rows = np.array(seconds_of_steps), np.array(step_rows)
     result = Simulated(
         seconds=float(seconds.sum()),
         work=Work(len(seconds), query_tokens, num_sampled, context, kv_read),
@@ -173,7 +174,7 @@ def compare(
     result: dict[str, Any] = {"policies": {name: run._asdict() | {"work": run.work._asdict()} for name, run in runs.items()}}
     if least is not None:
         ours = runs["batchgen"]
-        sequential, overlapped = least.limits(model, device)
+        sequential, overlapped = limits(least, model, device)
         result |= {
             f"speedup_vs_{name.replace('-', '_')}": run.seconds / ours.seconds
             for name, run in runs.items()

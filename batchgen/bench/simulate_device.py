@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from batchgen.engine.step import SchedulerConfig, StepPlan
+from batchgen.plan.work import ModelShape, Work
 from batchgen.records import Window
 
 
@@ -43,62 +44,30 @@ DEVICES = {
 }
 
 
-class ModelShape(NamedTuple):
-    """What of a model a step's cost depends on."""
-
-    layer_parameters: int
-    head_parameters: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+def _shape(layers: int, head: int, num_layers: int, heads: int, kv_heads: int, head_dim: int, num_bytes: int) -> ModelShape:
+    return ModelShape(
+        layers, head, num_layers, heads, head_dim, num_bytes, kv_bytes=2 * num_layers * kv_heads * head_dim * num_bytes
+    )
 
 
 MODELS = {
-    "8b": ModelShape(6_979_321_856, 525_336_576, 32, 32, 8, 128, 2),  # Llama 3.1 8B
-    "1b": ModelShape(973_078_528, 262_668_288, 16, 32, 8, 64, 2),  # Llama 3.2 1B
-    "135m": ModelShape(106_168_320, 28_311_552, 30, 9, 3, 64, 4),  # SmolLM2 135M in float32
+    "8b": _shape(6_979_321_856, 525_336_576, 32, 32, 8, 128, 2),  # Llama 3.1 8B
+    "1b": _shape(973_078_528, 262_668_288, 16, 32, 8, 64, 2),  # Llama 3.2 1B
+    "135m": _shape(106_168_320, 28_311_552, 30, 9, 3, 64, 4),  # SmolLM2 135M in float32
 }
 
 
-class Work(NamedTuple):
-    """What the device is asked for, summed over steps."""
+def step_seconds(work: Work, m: ModelShape, d: DeviceRates) -> float:
+    """Of one step."""
+    flops, bandwidth = d.flops * d.compute_share, d.bandwidth * d.memory_share
+    linear = max(work.linear_flops(m) / flops, work.weight_bytes(m) / bandwidth)
+    return linear + work.attention_flops(m) / flops + work.kv_bytes(m) / bandwidth + d.launch
 
-    steps: int
-    query_tokens: int
-    sampled: int
-    context: int  # sum over query tokens of the keys that each sees
-    kv_read: int  # tokens of keys and values
 
-    def linear_flops(self, m: ModelShape) -> int:
-        return 2 * m.layer_parameters * self.query_tokens + 2 * m.head_parameters * self.sampled
-
-    def attention_flops(self, m: ModelShape) -> int:
-        return 4 * m.num_layers * m.num_heads * m.head_dim * self.context
-
-    def weight_bytes(self, m: ModelShape) -> int:
-        return self.steps * (m.layer_parameters + m.head_parameters) * m.dtype_bytes
-
-    def kv_bytes(self, m: ModelShape) -> int:
-        return m.kv_bytes * (self.kv_read + self.query_tokens)
-
-    def step_seconds(self, m: ModelShape, d: DeviceRates) -> float:
-        """Of one step."""
-        flops, bandwidth = d.flops * d.compute_share, d.bandwidth * d.memory_share
-        linear = max(self.linear_flops(m) / flops, self.weight_bytes(m) / bandwidth)
-        return linear + self.attention_flops(m) / flops + self.kv_bytes(m) / bandwidth + d.launch
-
-    def limits(self, m: ModelShape, d: DeviceRates) -> tuple[float, float]:
-        """(T_seq, T_overlap): seconds to compute and then read, and to do both at once, launches left out."""
-        compute = (self.linear_flops(m) + self.attention_flops(m)) / (d.flops * d.compute_share)
-        memory = (self.weight_bytes(m) + self.kv_bytes(m)) / (d.bandwidth * d.memory_share)
-        return compute + memory, max(compute, memory)
+def limits(work: Work, m: ModelShape, d: DeviceRates) -> tuple[float, float]:
+    """(T_seq, T_overlap): seconds to compute and then read, and to do both at once, launches left out."""
+    compute, memory = work.flops(m) / (d.flops * d.compute_share), work.bytes(m) / (d.bandwidth * d.memory_share)
+    return compute + memory, max(compute, memory)
 
 
 def work_of(step: StepPlan, kv_read: int) -> Work:

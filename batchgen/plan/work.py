@@ -32,10 +32,20 @@ class Work(NamedTuple):
     context: int  # sum over query tokens of the keys that each sees
     kv_read: int  # tokens of keys and values
 
-    def flops(self, m: ModelShape) -> float:
-        linear = 2.0 * m.layer_parameters * self.query_tokens + 2.0 * m.head_parameters * self.sampled
-        return linear + 4.0 * m.num_layers * m.num_heads * m.head_dim * self.context
+    def linear_flops(self, m: ModelShape) -> int:
+        return 2 * m.layer_parameters * self.query_tokens + 2 * m.head_parameters * self.sampled
 
-    def bytes(self, m: ModelShape) -> float:
-        weights = float(self.steps) * (m.layer_parameters + m.head_parameters) * m.weight_bytes
-        return weights + float(m.kv_bytes) * (self.kv_read + self.query_tokens)
+    def attention_flops(self, m: ModelShape) -> int:
+        return 4 * m.num_layers * m.num_heads * m.head_dim * self.context
+
+    def flops(self, m: ModelShape) -> int:
+        return self.linear_flops(m) + self.attention_flops(m)
+
+    def weight_bytes(self, m: ModelShape) -> int:
+        return self.steps * (m.layer_parameters + m.head_parameters) * m.weight_bytes
+
+    def kv_bytes(self, m: ModelShape) -> int:
+        return m.kv_bytes * (self.kv_read + self.query_tokens)
+
+    def bytes(self, m: ModelShape) -> int:
+        return self.weight_bytes(m) + self.kv_bytes(m)

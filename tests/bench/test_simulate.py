@@ -9,11 +9,18 @@ from fake_device import expected_output, run, window_of
 
 from batchgen.bench.lru_pool import LruBlockPool
 from batchgen.bench.simulate import POLICIES, Group, SimulatedJob, main, simulate
-from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, ModelShape, Work, least_work
+from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, least_work, limits, step_seconds
 from batchgen.engine.step import SchedulerConfig
+from batchgen.plan.work import ModelShape, Work
 
 TINY = ModelShape(
-    layer_parameters=1000, head_parameters=100, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=2
+    layer_parameters=1000,
+    head_parameters=100,
+    num_layers=2,
+    num_heads=4,
+    head_dim=8,
+    weight_bytes=2,
+    kv_bytes=2 * 2 * 2 * 8 * 2,
 )
 
 
@@ -23,16 +30,16 @@ def config_of(max_tokens, running=8, budget=64):
 
 def test_cost_by_hand():
     work = Work(steps=1, query_tokens=10, sampled=4, context=50, kv_read=70)
-    assert TINY.kv_bytes == 2 * 2 * 2 * 8 * 2
+    assert MODELS["8b"].kv_bytes == 131_072  # 2 x 32 layers x 8 heads x 128 x 2 bytes
     linear, weights = 2 * 1000 * 10 + 2 * 100 * 4, 1100 * 2
     attention, kv = 4 * 2 * 4 * 8 * 50, 128 * (70 + 10)
     for flops, bandwidth in ((100.0, 10.0), (1e5, 10.0), (100.0, 1e5)):  # mixed, bound by memory, by compute
         rates = DeviceRates(flops, bandwidth, compute_share=0.5, memory_share=0.25, launch=1.0)
         f, b = flops / 2, bandwidth / 4
-        assert work.step_seconds(TINY, rates) == pytest.approx(max(linear / f, weights / b) + max(attention / f, kv / b) + 1)
+        assert step_seconds(work, TINY, rates) == pytest.approx(max(linear / f, weights / b) + attention / f + kv / b + 1)
         compute, memory = (linear + attention) / f, (weights + kv) / b
-        assert work.limits(TINY, rates) == pytest.approx((compute + memory, max(compute, memory)))
-        assert work.limits(TINY, rates)[1] <= work.step_seconds(TINY, rates) - 1 <= work.limits(TINY, rates)[0]
+        assert limits(work, TINY, rates) == pytest.approx((compute + memory, max(compute, memory)))
+        assert limits(work, TINY, rates)[1] <= step_seconds(work, TINY, rates) - 1 <= limits(work, TINY, rates)[0]
 
 
 def brute_force_held(prompts, outputs, block_size):
