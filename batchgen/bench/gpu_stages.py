@@ -227,8 +227,10 @@ def shared_prompts(num_rows: int, vocab: int, prefix: int, suffix: int, per_pref
 
 
 def window_of(prompts: list[np.ndarray]) -> Window:
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    return plan_window(lambda i: prompts[i], np.arange(len(prompts)), lengths, BLOCK_SIZE)
+    """In prefix order. The plan's own sort is Arrow's, which may not be here."""
+    order = np.array(sorted(range(len(prompts)), key=lambda i: prompts[i].tolist()))
+    lengths = np.array([len(prompts[i]) for i in order], np.int32)
+    return plan_window(lambda i: prompts[i], order, lengths, BLOCK_SIZE, sort=False)
 
 
 def run_engine(

@@ -8,8 +8,6 @@ binary arrays (stable, memcmp, no Python object a row). It needs the tokens of t
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchgen.records import PackedTokens
 
@@ -19,6 +17,9 @@ PIECE = 1 << 14  # pairs compared at a time: two matrices of PIECE * CHUNK token
 
 def prefix_order(tokens: PackedTokens) -> np.ndarray:
     """[n] int64: entries 0..n-1 sorted by token ids (int32 >= 0), a prefix before its extensions, equals as given."""
+    import pyarrow as pa  # here, as a GPU machine that only checks kernels may lack it
+    import pyarrow.compute as pc
+
     swapped = tokens.values.astype(">i4")
     offsets = tokens.offsets * swapped.itemsize
     prompts = pa.Array.from_buffers(pa.large_binary(), len(tokens), [None, pa.py_buffer(offsets), pa.py_buffer(swapped)])
