@@ -93,7 +93,8 @@ def test_all_rows_of_the_demo_are_answered_in_input_order(demo: Demo) -> None:
     assert len(wanted) == 120 and len({row["doc_id"] for row in wanted}) == 20
     assert [{key: row[key] for key in wanted[0]} for row in demo.rows] == wanted
     assert {row["status"] for row in demo.rows} == {"ok"} and all(row["generated_text"].strip() for row in demo.rows)
-    assert demo.summary["rows"] == {"answers": 120, "answered_now": 120, "by_status": {"ok": 120}, "by_error_code": {}}
+    counts = {"answers": 120, "answered_now": 120, "repeated": 0, "by_status": {"ok": 120}, "by_error_code": {}}
+    assert demo.summary["rows"] == counts
 
 
 def test_prompts_are_those_of_apply_chat_template(demo: Demo) -> None:
