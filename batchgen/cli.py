@@ -62,9 +62,9 @@ def run(
     """Answer every row of a job; go on where an earlier run of it stopped."""
     if restart and only is not None:
         raise UsageError("--restart begins with no answers, --only goes on from those that are there; give one of them")
-    from batchgen.signals import StopSignals, ignore_signals
+    from batchgen.signals import StopSignals
 
-    with StopSignals() as stop:
+    with StopSignals(last=True) as stop:
         with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
             from batchgen.job import load_job
 
@@ -74,7 +74,6 @@ def run(
             choice = None if only is None else read_choice(only)
             from batchgen.runner import run_job
         code = run_job(job, restart=restart, only=choice)
-    ignore_signals()
     raise typer.Exit(code)
 
 

@@ -14,9 +14,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 class StopSignals:
     """`with StopSignals() as stop:` A signal raises Interrupted at once, except inside `deferred()`, where it sets
-    `received` and the loop there ends at its next step. Everything outside can be repeated, so it may break anywhere."""
+    `received` and the loop there ends at its next step. Everything outside can be repeated, so it may break anywhere.
 
-    def __init__(self) -> None:
+    last: nothing comes after it but the end of the process, for which signals are then ignored. Handing back to what was
+    before, and ignoring then, would leave a moment in which a signal kills.
+    """
+
+    def __init__(self, last: bool = False) -> None:
+        self._last = last
         self.received: str | None = None
         self._deferred = False
 
@@ -26,7 +31,7 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._last else handler)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:

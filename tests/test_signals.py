@@ -13,7 +13,7 @@ from toy import make_toy_tokenizer
 
 from batchgen.errors import Interrupted
 from batchgen.records import Prompt
-from batchgen.signals import StopSignals
+from batchgen.signals import SIGNALS, StopSignals
 from batchgen.text.template import PromptRenderer, RowFilter
 from batchgen.text.token_store import TokenStoreWriter
 from batchgen.text.tokenize import tokenize
@@ -75,3 +75,15 @@ def test_deferred_and_nested() -> None:
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_last_one_leaves_no_moment_in_which_a_signal_kills() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with pytest.raises(Interrupted), StopSignals(last=True):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert all(signal.getsignal(number) == signal.SIG_IGN for number in SIGNALS)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
