@@ -112,8 +112,11 @@ class _PartitionWriter:
         self.num_waiting_tokens = 0
 
     def add(self, row: int, row_key: int, token_ids: np.ndarray, fault: RowFault | None) -> None:
-        for column, value in zip(self.waiting, (row, row_key, token_ids, fault)):
-            column.append(value)  # type: ignore[attr-defined]
+        rows, row_keys, ids, faults = self.waiting
+        rows.append(row)
+        row_keys.append(row_key)
+        ids.append(token_ids)
+        faults.append(fault)
         self.num_waiting_tokens += len(token_ids) + 16  # the rest of a row weighs something too
         if self.num_waiting_tokens >= PARTITION_BATCH_TOKENS:
             self.flush()
