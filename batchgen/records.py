@@ -107,17 +107,6 @@ class Window:
     def prompt(self, i: int) -> np.ndarray:
         return self.tokens(int(self.index[i]))
 
-    def remaining_uses(self, i: int) -> np.ndarray:
-        """[lengths[i] // block_size] int32: rows after i that share each full block of row i. Not increasing."""
-        uses = np.zeros(int(self.lengths[i]) // self.block_size, np.int32)
-        j, end = i + 1, len(self)
-        while j < end and self.shared_blocks[j] > 0:
-            k = int(self.next_smaller[j])
-            deeper = int(self.shared_blocks[k]) if k < end else 0
-            uses[deeper : int(self.shared_blocks[j])] = k - (i + 1)
-            j = k
-        return uses
-
     def num_cached(self) -> np.ndarray:
         """[n] int32: prompt tokens that each row finds in the cache, if the pool holds the path and the running set.
 
