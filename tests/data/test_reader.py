@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.reader import ParquetReader, open_reader, require_columns
+from batchgen.data.parquet import ParquetReader
+from batchgen.data.reader import open_reader, require_columns
 from batchgen.errors import InputError
 from batchgen.job import InputSection
 
