@@ -21,9 +21,13 @@ class InputFile(NamedTuple):
     path: str  # where it is, for its file system
     fs: Any  # fsspec file system
 
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
     def open(self) -> Any:
         # a local file goes to the reader as itself: no Python between it and the bytes
-        return self.path if isinstance(self.fs, LocalFileSystem) else self.fs.open(self.path, "rb")
+        return self.path if self.is_local else self.fs.open(self.path, "rb")
 
 
 def find_files(

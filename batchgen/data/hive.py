@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 
+from batchgen.data.rows import faults_of
 from batchgen.data.unify import to_batch
 from batchgen.errors import InputError
 
@@ -47,13 +49,16 @@ class Partitions:
         return set(self._values)
 
     def add(self, batch: pa.RecordBatch, wanted: pa.Schema, file: int) -> pa.RecordBatch:
-        """`batch`, of the file with that number, with its partition columns: of schema `wanted`."""
-        arrays = [
-            pa.repeat(pa.scalar(self._values[field.name][file], field.type), batch.num_rows)
-            if field.name in self._values
-            else batch.column(field.name)
-            for field in wanted
-        ]
+        """`batch`, of the file with that number, with its partition columns (null in a bad row): of schema `wanted`."""
+        is_bad = np.zeros(batch.num_rows, bool)
+        is_bad[list(faults_of(batch))] = True
+        arrays = []
+        for field in wanted:
+            if field.name in self._values:
+                values = np.full(batch.num_rows, self._values[field.name][file], object)
+                arrays.append(pa.array(values, field.type, mask=is_bad))
+            else:
+                arrays.append(batch.column(field.name))
         return to_batch(arrays, wanted.with_metadata(batch.schema.metadata), batch.num_rows)
 
 

@@ -10,14 +10,16 @@ import pyarrow as pa
 
 from batchgen.data.files import find_files
 from batchgen.data.files_reader import FilesReader, SourceBatch
+from batchgen.data.jsonl import JsonlReader
 from batchgen.data.parquet import ParquetReader
-from batchgen.data.rows import id_keys
+from batchgen.data.rows import faults_of, row_keys
 from batchgen.data.unify import require_columns
 from batchgen.errors import InputError
 from batchgen.job import InputSection
 
 FORMATS: dict[str, type[FilesReader]] = {
     "parquet": ParquetReader,
+    "jsonl": JsonlReader,
 }
 SUFFIXES = {suffix: name for name, reader in FORMATS.items() for suffix in reader.suffixes}
 
@@ -62,18 +64,20 @@ def _open(source: InputSection) -> Reader:
 
 
 def check_ids(reader: Reader, column: str) -> None:
-    """Raises InputError if a value of `column` is null or comes twice, with an example and its two rows."""
+    """Raises InputError if a value of `column` is null or comes twice, with an example. Bad rows need none."""
     kind = reader.schema.field(column).type
     hashes = np.empty(reader.num_rows, np.uint64)
     for source in reader.batches([column]):
         ids = source.batch.column(0)
         if ids.null_count:
-            row = source.row + ids.is_null().to_pylist().index(True)
-            raise InputError(
-                f"input.id_column: {column} is null in row {row}; every row needs an id, or leave id_column out"
-            )
+            nulls = set(np.flatnonzero(ids.is_null()).tolist()) - faults_of(source.batch).keys()
+            if nulls:
+                raise InputError(
+                    f"input.id_column: {column} is null in row {source.row + min(nulls)}; "
+                    "every row needs an id, or leave id_column out"
+                )
         try:
-            hashes[source.row : source.row + len(ids)] = id_keys(ids)
+            hashes[source.row : source.row + len(ids)] = _keys(source)
         except TypeError:
             raise InputError(f"input.id_column: {column} is {kind}; an id is text or a whole number") from None
     order = np.sort(hashes)
@@ -82,16 +86,21 @@ def check_ids(reader: Reader, column: str) -> None:
         _report_duplicate(reader, column, suspects)
 
 
+def _keys(source: SourceBatch) -> np.ndarray:
+    return row_keys(source.source, source.source_row, source.batch.num_rows, source.batch.column(0))
+
+
 def _report_duplicate(reader: Reader, column: str, suspects: np.ndarray) -> None:
     """Equal hashes are only a suspicion: compare the values."""
     seen: dict[object, int] = {}
     for source in reader.batches([column]):
         ids = source.batch.column(0)
-        for i in np.flatnonzero(np.isin(id_keys(ids), suspects)):
+        for i in np.flatnonzero(np.isin(_keys(source), suspects)):
             value = ids.slice(i, 1).to_pylist()[0]
             if value in seen:
                 raise InputError(
                     f'input.id_column: {column} "{value}" is in row {seen[value]} and in row {source.row + i}; '
                     "ids must be unique, or leave id_column out to use positions"
                 )
-            seen[value] = source.row + int(i)
+            if value is not None:
+                seen[value] = source.row + int(i)

@@ -1,11 +1,13 @@
 """Arrow rows as Python values for templates, one fault at a time; and the identity of a row. Knows no file.
 
 A value that Python cannot take (bytes that are not UTF-8 in a text column, a date beyond year 9999) spoils its own row only.
+So does a row that its format could not read: it is null in all columns, and its batch says why (`with_faults`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,42 @@ import xxhash
 
 from batchgen.records import RowFault
 
+JSON_VALUES = {b"batchgen.values": b"json"}  # metadata of a text field: its values are JSON, and stand for what that says
+_FAULTS = b"batchgen.faults"
+
 
 def iter_rows(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[dict[str, Any] | RowFault]:
-    """Each row as {column: value}, or the RowFault `not_utf8` or `unreadable_value` that names the column.
+    """Each row as {column: value}, or its RowFault: the reader's, or `not_utf8` or `unreadable_value` that names the column.
 
     In lists of structs (messages), keys whose value is null are left out: Arrow gives every message the keys of all others.
     """
     values: list[list[Any]] = []
     faults: dict[int, RowFault] = {}
     for name in columns:
-        array = batch.column(name)
-        values.append(_to_python(array, name, faults))
+        values.append(_to_python(batch.column(name), name, faults))
+        if (batch.schema.field(name).metadata or {}).items() >= JSON_VALUES.items():
+            values[-1] = [_parsed(value, i, name, faults) for i, value in enumerate(values[-1])]
+    for i, told in faults_of(batch).items():
+        # a slice keeps what was said of the whole, where i was another row: a bad row is null, or this makes no difference
+        if i < batch.num_rows and all(column[i] is None for column in values):
+            faults[i] = told
     for i in range(batch.num_rows):
         fault = faults.get(i)
         yield fault if fault is not None else {name: column[i] for name, column in zip(columns, values, strict=True)}
+
+
+def with_faults(batch: pa.RecordBatch, faults: Mapping[int, RowFault]) -> pa.RecordBatch:
+    """`batch` with a note of its bad rows (position in it -> why); all their columns must be null."""
+    if not faults:
+        return batch
+    noted = json.dumps({str(i): list(fault) for i, fault in faults.items()})
+    return batch.replace_schema_metadata({_FAULTS: noted})
+
+
+def faults_of(batch: pa.RecordBatch) -> dict[int, RowFault]:
+    """The bad rows of a batch as its reader gave it (not of a slice): position -> why."""
+    noted = (batch.schema.metadata or {}).get(_FAULTS)
+    return {int(i): RowFault(*fault) for i, fault in json.loads(noted).items()} if noted else {}
 
 
 def row_key(source: str, source_row: int, id_value: object = None) -> int:
@@ -38,11 +62,17 @@ def row_key(source: str, source_row: int, id_value: object = None) -> int:
 
 
 def row_keys(source: str, source_row: int, num_rows: int, ids: pa.Array | None = None) -> np.ndarray:
-    """row_key of `num_rows` consecutive rows: uint64 [num_rows]. Raises TypeError as id_keys does."""
+    """row_key of `num_rows` consecutive rows: uint64 [num_rows]. A bad row, whose id is null, has that of its position.
+    Raises TypeError as id_keys does."""
+    if ids is not None and ids.null_count:
+        keys = row_keys(source, source_row, num_rows)
+        there = ids.is_valid().to_numpy(zero_copy_only=False)
+        keys[there] = id_keys(ids.drop_null())
+        return keys
     if ids is not None:
         return id_keys(ids)
-    keys = (row_key(source, source_row + i) for i in range(num_rows))
-    return np.fromiter(keys, np.uint64, count=num_rows)
+    positions = (row_key(source, source_row + i) for i in range(num_rows))
+    return np.fromiter(positions, np.uint64, count=num_rows)
 
 
 def id_keys(ids: pa.Array) -> np.ndarray:
@@ -91,6 +121,14 @@ def _one(array: pa.Array, i: int, name: str, faults: dict[int, RowFault]) -> Any
         fault = RowFault("unreadable_value", f"column {name}: {(str(error).splitlines() or ['cannot be read'])[0]}")
     faults.setdefault(i, fault)
     return None
+
+
+def _parsed(value: Any, i: int, name: str, faults: dict[int, RowFault]) -> Any:
+    try:
+        return None if value is None else json.loads(value)
+    except ValueError:
+        faults.setdefault(i, RowFault("unreadable_value", f"column {name} is marked as JSON, but holds something else"))
+        return None
 
 
 def _without_nulls(value: Any) -> Any:
