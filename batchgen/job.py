@@ -89,7 +89,9 @@ class InputSection(Section):
     path: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         description="File, folder (read with its subfolders) or glob, or a list of these; relative to the job file"
     )
-    format: Literal["auto", "parquet", "jsonl"] = Field("auto", description="auto takes what the suffix of the files says")
+    format: Literal["auto", "parquet", "jsonl", "csv", "arrow"] = Field(
+        "auto", description="auto takes what the suffix of the files says"
+    )
     columns: list[Text] | None = Field(None, description="Input columns carried to the output; null carries all")
     id_column: Text | None = Field(
         None, description="Column that names a row: unique, never null. Seeds follow it, not the position"

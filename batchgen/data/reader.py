@@ -7,7 +7,10 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from batchgen.data.arrow_ipc import ArrowReader
+from batchgen.data.csv import CsvReader
 from batchgen.data.files import find_files
 from batchgen.data.files_reader import FilesReader, SourceBatch
 from batchgen.data.jsonl import JsonlReader
@@ -20,6 +23,8 @@ from batchgen.job import InputSection
 FORMATS: dict[str, type[FilesReader]] = {
     "parquet": ParquetReader,
     "jsonl": JsonlReader,
+    "csv": CsvReader,
+    "arrow": ArrowReader,
 }
 SUFFIXES = {suffix: name for name, reader in FORMATS.items() for suffix in reader.suffixes}
 
@@ -45,17 +50,31 @@ class Reader(Protocol):
 def open_reader(source: InputSection) -> Reader:
     """Find the files, unify their schemas, and check the columns that the input section names.
 
-    Raises InputError: no file matches, a file that is not of its format, schemas that do not fit, a missing column, an id
-    column with a null or a duplicate (8 bytes of memory a row while it is checked).
+    Raises InputError: no file matches, a file that is not of its format, schemas that do not fit, a missing column, a
+    column that Parquet cannot hold, an id column with a null or a duplicate (8 bytes of memory a row while it is checked).
     """
     reader = _open(source)
     named = {f"input.columns[{i}]": name for i, name in enumerate(source.columns or [])}
     if source.id_column is not None:
         named["input.id_column"] = source.id_column
     require_columns(reader.schema, named)
+    _refuse_unwritable(reader.schema, reader.schema.names if source.columns is None else source.columns)
     if source.id_column is not None:
         check_ids(reader, source.id_column)
     return reader
+
+
+def _refuse_unwritable(schema: pa.Schema, carried: list[str]) -> None:
+    """Raises InputError for a column that results, which are Parquet, cannot hold: the merge would find out last of all."""
+    for name in carried:
+        field = schema.field(name)
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+        except pa.ArrowException:
+            raise InputError(
+                f"input.columns: the column {name} is {field.type}, which Parquet cannot hold; list the columns to carry "
+                "to the results without it"
+            ) from None
 
 
 def _open(source: InputSection) -> Reader:
