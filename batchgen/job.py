@@ -87,11 +87,15 @@ class InputSection(Section):
     """Which rows are asked."""
 
     path: Text | Annotated[list[Text], Field(min_length=1)] = Field(
-        description="File, folder (read with its subfolders) or glob, or a list of these; relative to the job file"
+        description="File, folder (read with its subfolders) or glob, or a list of these; relative to the job file. Or a "
+        "data set, hf://datasets/ORG/NAME, or - for standard input"
     )
-    format: Literal["auto", "parquet", "jsonl", "csv", "arrow"] = Field(
-        "auto", description="auto takes what the suffix of the files says"
+    format: Literal["auto", "parquet", "jsonl", "csv", "arrow", "hf"] = Field(
+        "auto", description="auto takes what the suffix of the files says; hf, what load_dataset makes of a local folder"
     )
+    config: Text | None = Field(None, description="Configuration of a data set")
+    split: Text | None = Field(None, description="Split of a data set, such as test; null takes the only one")
+    revision: Text | None = Field(None, description="Branch, tag or commit of a data set on the hub")
     columns: list[Text] | None = Field(None, description="Input columns carried to the output; null carries all")
     id_column: Text | None = Field(
         None, description="Column that names a row: unique, never null. Seeds follow it, not the position"
@@ -100,6 +104,12 @@ class InputSection(Section):
         None, description="Jinja expression over the columns; rows for which it is false are not in the job"
     )
     limit: int | None = Field(None, ge=1, description="Take the first rows only (counted after where)")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _standard_input(cls, path: Any) -> Any:
+        """`-` is no file name, though paths have been made absolute by now, and a bare one is a list of nothing in YAML."""
+        return "-" if path == [None] or (isinstance(path, str) and os.path.basename(path) == "-") else path
 
     @field_validator("columns")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -9,10 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data import standard_input
 from batchgen.data.arrow_ipc import ArrowReader
 from batchgen.data.csv import CsvReader
 from batchgen.data.files import find_files
 from batchgen.data.files_reader import FilesReader, SourceBatch
+from batchgen.data.hf_dataset import DatasetReader, is_dataset
 from batchgen.data.jsonl import JsonlReader
 from batchgen.data.parquet import ParquetReader
 from batchgen.data.rows import faults_of, row_keys
@@ -78,7 +81,21 @@ def _refuse_unwritable(schema: pa.Schema, carried: list[str]) -> None:
 
 
 def _open(source: InputSection) -> Reader:
-    files, format = find_files(source.path, SUFFIXES, None if source.format == "auto" else source.format)
+    if is_dataset(source):
+        return DatasetReader(source)
+    for key in ("config", "split", "revision"):
+        if getattr(source, key) is not None:
+            raise InputError(
+                f"input.{key}: has no effect on files; it is for data sets, such as hf://datasets/ORG/NAME, or a folder "
+                "with input.format: hf"
+            )
+    given = None if source.format == "auto" else source.format
+    if source.path == standard_input.NAME:
+        file, folder = standard_input.spool()
+        reader = FORMATS[given or "jsonl"]([file])
+        weakref.finalize(reader, folder.cleanup)
+        return reader
+    files, format = find_files(source.path, SUFFIXES, given)
     return FORMATS[format](files)
 
 
