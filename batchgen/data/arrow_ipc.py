@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,11 @@ class ArrowReader(FilesReader):
         for file in self.files:
             with self._open(file) as (schema, batches):
                 schemas.append(schema)
-                file_rows.append(sum(batch.num_rows for batch in batches))
+                num_rows = 0
+                for batch in batches:
+                    refuse_damage(batch)
+                    num_rows += batch.num_rows
+                file_rows.append(num_rows)
         return self.unified(schemas, file_rows), file_rows
 
     def read(self, file: InputFile, wanted: pa.Schema, num_rows: int, batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -59,3 +64,40 @@ class ArrowReader(FilesReader):
             else:
                 reader = stack.enter_context(pa.ipc.open_stream(source))
                 yield reader.schema, iter(reader)
+
+
+def refuse_damage(batch: pa.RecordBatch) -> None:
+    """Raises ArrowInvalid for offsets and indices that lead out of the data, which would end the process, not raise, when
+    read. IPC has no checksums. Text that is not UTF-8 passes: it spoils its row only."""
+    as_bytes = pa.schema([field.with_type(_as_bytes(field.type)) for field in batch.schema])
+    pa.record_batch(_Relabelled(batch, as_bytes)).validate(full=True)
+
+
+class _Relabelled:
+    """The memory of a batch under another schema of the same layout."""
+
+    def __init__(self, batch: pa.RecordBatch, schema: pa.Schema):
+        self._batch, self._schema = batch, schema
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[Any, Any]:
+        return self._schema.__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
+
+
+_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """`kind` with bytes in the place of text, at any depth."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _as_bytes(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), kind.item_field.with_type(_as_bytes(kind.item_type)), kind.keys_sorted)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)), kind.list_size)
+    for is_kind, make in ((types.is_list, pa.list_), (types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return _BYTES.get(kind, kind)

@@ -41,6 +41,8 @@ class CsvReader(FilesReader):
             header = next(records).fields
             if isinstance(header, RowFault):
                 raise InputError(f"{file.path}: the header: {header.message}")
+            if not all(_is_utf8(name) for name in header):
+                raise InputError(f"{file.path}: the header holds bytes that are not UTF-8; write the file as UTF-8")
             schemas.append(pa.schema([(name, pa.string()) for name in header]))
             file_rows.append(sum(1 for _ in records))
         return self.unified(schemas, file_rows), file_rows
@@ -95,6 +97,10 @@ class CsvReader(FilesReader):
                     yield Record(sum(map(len, fields)), fields)
             if width is None:
                 raise InputError(f"{file.path}: empty: not even a header line with the names of the columns")
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\udc80" <= letter <= "\udcff" for letter in text)
 
 
 def _to_batch(records: list[list[str] | RowFault], places: list[int], wanted: pa.Schema) -> pa.RecordBatch:

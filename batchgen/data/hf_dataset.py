@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from batchgen.data.arrow_ipc import refuse_damage
 from batchgen.data.files_reader import BATCH_BYTES, SourceBatch, rows_only
 from batchgen.data.unify import conform, require_columns
 from batchgen.errors import InputError
@@ -41,6 +42,11 @@ class DatasetReader:
         if not isinstance(source.path, str):
             raise InputError("input.path: a list of paths cannot be read as a data set; give one path")
         self._dataset = _load(source.path, source)
+        try:
+            for batch in self._dataset.data.to_batches():
+                refuse_damage(batch)
+        except pa.ArrowException as error:
+            raise InputError(f"input.path: {source.path}: damaged: {error}; load or save the data set again") from None
         self._source = str(self._dataset.split or "dataset")
         self._schema = pa.schema(list(self._dataset.data.schema))
         self._name = source.path

@@ -6,7 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from batchgen.data.rows import iter_rows
 from batchgen.errors import InputError
+from batchgen.records import RowFault
 
 
 @pytest.fixture
@@ -102,6 +104,27 @@ def test_damaged_files(put, read_input, kind):
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"a.arrow: {said}"):
             read_input(path)
+
+
+def with_text(offsets, content):
+    text = pa.StringArray.from_buffers(len(offsets) - 1, pa.py_buffer(np.array(offsets, np.int32)), pa.py_buffer(content))
+    return pa.record_batch({"t": text, "deep": pa.ListArray.from_arrays(list(range(len(text) + 1)), text)})
+
+
+def test_offsets_that_lead_out_of_the_data_are_told_not_followed(put, read_input):
+    """Arrow itself follows them when a value is taken, which ends the process."""
+    for offsets in ([0, 2, 1], [0, 2**30, 2], [0, -5, 2]):
+        with pytest.raises(InputError, match=r"a.arrow: cannot be read as Arrow IPC: .*offset"):
+            read_input(put([with_text(offsets, b"ab")]))
+
+
+def test_text_that_is_not_utf8_spoils_its_row_only(put, read_input):
+    reader = read_input(put([with_text([0, 1, 2, 3], b"a\xffc")]))
+    for column in ("t", "deep"):
+        (source,) = reader.batches([column])
+        first, bad, last = iter_rows(source.batch, [column])
+        assert isinstance(bad, RowFault) and bad.code == "not_utf8"
+        assert (first, last) == (({"t": "a"}, {"t": "c"}) if column == "t" else ({"deep": ["a"]}, {"deep": ["c"]}))
 
 
 def test_files_that_drift(put, read_input, tmp_path):

@@ -75,6 +75,7 @@ def test_a_bad_record_is_a_bad_row_and_the_others_stay(put, read_input, bad, bat
         ("x,y,x\n1,2,3\n", "a.csv: has two columns named x"),
         (b"PAR1 not really", "a.csv: is a Parquet file"),
         ("x,y\n".encode("utf-16"), "a.csv: is UTF-16 text"),
+        (b"x,caf\xe9\n1,2\n", "a.csv: the header holds bytes that are not UTF-8"),
     ],
 )
 def test_files_that_cannot_be_told_apart(put, read_input, content, said):
