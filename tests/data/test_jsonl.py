@@ -71,6 +71,7 @@ def test_values_come_back_as_they_were(put, read_input):
         ([{}, {}], "json"),  # Parquet has no such struct
         ([{str(i): i for i in range(2000)}], "json"),
         ([json.loads("[" * 40 + "]" * 40)], "json"),
+        ([json.loads('{"a":' * 40 + "1" + "}" * 40)], "json"),
     ],
 )
 def test_a_type_holds_all_values_exactly_or_they_are_text_of_json(put, read_input, values, kind):
