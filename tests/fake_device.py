@@ -6,12 +6,15 @@ block reuse exactly, without a model. The "next token" is a hash of the whole se
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import xxhash
 
+from batchgen.engine.batch_state import BatchState
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.step import Finished, SchedulerConfig
+from batchgen.engine.step import Finished, SchedulerConfig, StepPlan
 from batchgen.plan.window import plan_window
 from batchgen.records import Window
 
@@ -39,16 +42,21 @@ def window_of(prompts: list[np.ndarray], block_size: int, sort: bool = True) -> 
 
 
 def run(
-    window: Window, config: SchedulerConfig, num_blocks: int, pool_class: type[BlockPool] = BlockPool
+    window: Window, config: SchedulerConfig, num_blocks: int, pool_class: type[BlockPool] = BlockPool, ahead: int = 0
 ) -> tuple[dict[tuple[int, int], Finished], Scheduler]:
-    """Drive a scheduler to the end; checks the pool after every step and every read. Keys: (row in file, sample)."""
+    """Drive a scheduler to the end; checks the pool after every step and every read. Keys: (row in file, sample).
+
+    ahead: steps that are scheduled, and computed by the device, before the host sees the tokens of one.
+    """
     pool = pool_class(num_blocks, window.block_size)
     scheduler = Scheduler(config, pool, window)
     state, block_size = scheduler.state, window.block_size
     memory = np.full((num_blocks, block_size), STALE, np.int64)
+    sequences: dict[int, list[int]] = {}  # admission -> its tokens, as far as the device knows them
     results: dict[tuple[int, int], Finished] = {}
+    on_device: deque[tuple[StepPlan, list[int]]] = deque()
     steps = 0
-    while not scheduler.done:
+    while on_device or not scheduler.done:
         steps += 1
         assert steps < 100_000, "the scheduler does not come to an end"
         step = scheduler.schedule()
@@ -56,24 +64,11 @@ def run(
         if step is not None:
             assert int(step.num_scheduled.sum()) <= config.max_num_batched_tokens
             assert (step.num_scheduled > 0).all()
-            for source, destination in step.block_copies:
-                memory[destination] = memory[source]
-            for slot, first, count in zip(step.slots, step.first_position, step.num_scheduled):
-                known = np.concatenate([window.prompt(int(state.position[slot])), state.outputs(int(slot))])
-                for p in range(first, first + count):  # all writes of a step come before its reads
-                    memory[state.block_table[slot, p // block_size], p % block_size] = known[p]
-            for slot, first, count in zip(step.slots, step.first_position, step.num_scheduled):
-                known = np.concatenate([window.prompt(int(state.position[slot])), state.outputs(int(slot))])
-                end = first + count
-                read = memory[state.blocks(int(slot))].ravel()[:end]
-                assert np.array_equal(read, known[:end]), "a request reads what is not its own"
+            on_device.append((step, compute(step, state, memory, sequences)))
             check_groups(step, state)
-            tokens = []
-            for r, slot in zip(step.sample_requests, step.sample_slots):
-                parent = int(step.slots[r])
-                known = np.concatenate([window.prompt(int(state.position[parent])), state.outputs(parent)])
-                tokens.append(next_token(known, int(state.sample_index[slot])))
-            finished += scheduler.update(step, np.array(tokens, np.int32), np.ones(len(tokens), bool))
+        while len(on_device) > (0 if step is None else ahead):
+            done, tokens = on_device.popleft()
+            finished += scheduler.update(done, np.array(tokens, np.int32), np.ones(len(tokens), bool))
             pool.check([state.blocks(int(s)) for s in state.running])
             assert len(state.running) <= config.max_running_requests
         for f in finished:
@@ -83,6 +78,31 @@ def run(
     assert pool._num_free + pool.num_kept == pool.num_usable, "blocks leaked"
     assert state.num_free_slots == state.max_requests, "slots leaked"
     return results, scheduler
+
+
+def compute(step: StepPlan, state: BatchState, memory: np.ndarray, sequences: dict[int, list[int]]) -> list[int]:
+    """One step on the device: it writes, then reads, then samples."""
+    block_size = state.block_size
+    for source, destination in step.block_copies:
+        memory[destination] = memory[source]
+    owner = {int(slot): int(state.admission[slot]) for slot in [*step.slots, *step.sample_slots]}
+    for slot, admission in owner.items():
+        sequences.setdefault(admission, state.known[slot].tolist())
+    for slot, first, count in zip(step.slots, step.first_position, step.num_scheduled):
+        for p in range(first, first + count):  # all writes of a step come before its reads
+            memory[state.block_table[slot, p // block_size], p % block_size] = sequences[owner[slot]][p]
+    for slot, first, count in zip(step.slots, step.first_position, step.num_scheduled):
+        end = first + count
+        read = memory[state.blocks(int(slot))].ravel()[:end]
+        assert read.tolist() == sequences[owner[slot]][:end], "a request reads what is not its own"
+    tokens = []
+    for r, slot, first_unknown in zip(step.sample_requests, step.sample_slots, step.output_index):
+        known = sequences[owner[int(step.slots[r])]]
+        assert len(known) == state.num_prompt[slot] + first_unknown
+        tokens.append(next_token(np.array(known), int(state.sample_index[slot])))
+    for slot, token in zip(step.sample_slots, tokens):
+        sequences[owner[int(slot)]].append(token)
+    return tokens
 
 
 def check_groups(step, state) -> None:  # type: ignore[no-untyped-def]

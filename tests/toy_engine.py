@@ -60,6 +60,7 @@ class ToyEngine:
         max_model_len: int = 512,
         sampling: SamplingConfig | None = None,
         kv_fill: float = float("nan"),
+        ahead: int = 0,
         row_keys: np.ndarray | None = None,
         **config: Any,
     ) -> Outcome:
@@ -88,7 +89,9 @@ class ToyEngine:
         )
         if num_blocks is None:
             num_blocks = 2 + sum(-(-(len(p) + max_tokens) // block_size) + 1 for p in ids) * scheduler_config.num_samples
-        engine = Engine(self.decoder, ops, num_blocks, block_size, CPU, self.kv_dtype, kv_fill=kv_fill, check=True)
+        engine = Engine(
+            self.decoder, ops, num_blocks, block_size, CPU, self.kv_dtype, kv_fill=kv_fill, check=True, ahead=ahead
+        )
         ops.plan_attention = watched
         keys = np.arange(len(ids), dtype=np.uint64) * np.uint64(7919) if row_keys is None else row_keys
         results: dict[tuple[int, int], Finished] = {}

@@ -137,7 +137,7 @@ def simulate(
         seconds_of_steps.append(step_seconds(work, model, device))
         step_rows.append(len(step.slots))
         slots = step.sample_slots
-        last = state.num_tokens[slots] - state.num_prompt[slots] + 1 >= wanted[state.position[slots]]
+        last = step.output_index + 1 >= wanted[state.position[slots]]
         scheduler.update(step, np.where(last, EOS, WORD).astype(np.int32), np.ones(len(slots), bool))
     seconds, rows = np.array(seconds_of_steps), np.array(step_rows)
     result = Simulated(

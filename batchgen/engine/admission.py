@@ -37,9 +37,11 @@ class AdmissionOrder:
         self._num_done = self._num_steps = 0
         self._has_room = True
 
-    def observe(self, num_running: int, room: float, num_blocks: int) -> None:
-        """Once a step: rows that are in; blocks that they neither hold nor are expected to want; blocks of the pool."""
+    def next_step(self) -> None:
         self._num_steps += 1
+
+    def observe(self, num_running: int, room: float, num_blocks: int) -> None:
+        """Rows that are in; blocks that they neither hold nor are expected to want; blocks of the pool."""
         self._num_done = max(0, self.num_taken - num_running)
         front = self.window.lengths[min(self.front, len(self.window) - 1)] / self.window.block_size
         self._has_room = room - front > ROOM * num_blocks

@@ -5,7 +5,8 @@ Token ranges of one request (all counts in tokens from the start of the sequence
     0 ........ num_cached ........ num_computed ........ num_tokens ........ max_tokens
     | found in the cache | computed by earlier steps | known, to compute | may still be generated |
 
-A request is behind by num_tokens - num_computed. One behind is a decode, more is a prefill; there are no phases.
+A request is behind by num_tokens - num_computed. One behind is a decode, more is a prefill; there are no phases. A step that
+is scheduled counts as computed, and its sampled tokens as known, though the host has seen only `num_outputs` of them.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ class BatchState:
         self.max_tokens = np.zeros(n, np.int32)
         self.num_recompute = np.zeros(n, np.int32)  # tokens below this were computed before a preemption
         self.num_preemptions = np.zeros(n, np.int32)
-        self.last_token = np.zeros(n, np.int32)
+        self.num_outputs = np.zeros(n, np.int32)  # generated tokens that the host has seen
         self.num_blocks = np.zeros(n, np.int32)
         self.block_table = np.zeros((n, -(-max_len // block_size)), np.int32)
         self.output_ids = np.zeros((n, max_output), np.int32)
         self.known: list[np.ndarray] = [np.empty(0, np.int32)] * n  # to prefill: prompt, and outputs before a preemption
+        self.num_known = np.zeros(n, np.int32)  # their number
         self.running = np.empty(0, np.int32)  # slots in (position, sample) order
+        self.admission = np.zeros(n, np.int64)  # which one, from 1, of all that ever got a slot: tells its owners apart
+        self._num_admissions = 0
+        self._common = np.zeros(n, np.int32)  # blocks that the slot has in common with the one before it in the step
+        self._before = np.zeros(n, np.int64)  # the admission of that one
         self._free = list(range(n - 1, -1, -1))
 
     @property
@@ -41,11 +47,14 @@ class BatchState:
         return len(self._free)
 
     def take_slot(self) -> int:
-        return self._free.pop()
+        slot = self._free.pop()
+        self._num_admissions += 1
+        self.admission[slot] = self._num_admissions
+        return slot
 
     def free_slot(self, slot: int) -> None:
-        self.num_blocks[slot] = 0
-        self.block_table[slot] = 0
+        self.block_table[slot, : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = self.admission[slot] = self._before[slot] = 0
         self.known[slot] = np.empty(0, np.int32)
         self._free.append(slot)
 
@@ -62,5 +71,26 @@ class BatchState:
         self.num_blocks[slot] = n + len(blocks)
 
     def outputs(self, slot: int) -> np.ndarray:
-        """[num_output_tokens] int32, a view."""
-        return self.output_ids[slot, : self.num_tokens[slot] - self.num_prompt[slot]]
+        """[num_outputs] int32, a view."""
+        return self.output_ids[slot, : self.num_outputs[slot]]
+
+    def common_with_previous(self, slots: np.ndarray) -> np.ndarray:
+        """[R] int32: leading blocks that each of `slots` ([R] int32) has in common with the one before it.
+
+        The blocks that two requests share are those they were admitted with: what either gets later is its own. So only
+        neighbours that are new to each other are compared.
+        """
+        before = np.zeros(len(slots), np.int64)
+        before[1:] = self.admission[slots[:-1]]
+        new = np.flatnonzero(self._before[slots] != before)
+        if len(new):
+            self._before[slots[new]] = before[new]
+            self._common[slots[new]] = 0
+            new = new[new > 0]
+            slot, other = slots[new], slots[new - 1]
+            most = np.minimum(self.num_blocks[slot], self.num_blocks[other])
+            width = int(most.max(initial=0)) + 1  # with a column in which they differ or both have no block
+            different = self.block_table[slot, :width] != self.block_table[other, :width]
+            first = np.where(different.any(1), different.argmax(1), width)
+            self._common[slot] = np.minimum(first, most)
+        return self._common[slots]

@@ -1,10 +1,12 @@
 """The engine: windows of planned requests in, finished requests out. Knows token ids only, no text and no files.
 
-One step is Scheduler.schedule -> KVCache.copy_blocks -> build_batch_inputs -> model.forward -> sample -> Scheduler.update.
+One step is Scheduler.schedule -> ModelRunner.execute -> Scheduler.update. The host works `ahead` steps ahead of the device:
+it schedules the next step before it waits for the tokens of the last.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,11 +15,11 @@ import numpy as np
 import torch
 from batchgen_kernels import Ops
 
-from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.kv_cache import KVCache
+from batchgen.engine.model_runner import ModelRunner, Sampled
 from batchgen.engine.prefix_groups import GroupRule, spares_enough_reads
-from batchgen.engine.sampler import SamplingConfig, sample
+from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.models.config import kv_cache_shape
@@ -30,7 +32,7 @@ class EngineStats:
     """Seconds by stage of the step, and the scheduler's exact counts."""
 
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
+        default_factory=lambda: dict.fromkeys(("schedule", "inputs", "forward", "sample", "wait", "update"), 0.0)
     )
     counts: SchedulerStats = field(default_factory=SchedulerStats)
 
@@ -39,7 +41,9 @@ class Engine:
     """One model, one KV cache. `generate` may be called for one window after another.
 
     num_blocks counts the null block; dtype is that of the KV cache. `kv_fill` is what an unused cache holds (tests use
-    NaN); `check` runs the pool's invariants after every step.
+    NaN); `check` runs the pool's invariants after every step. ahead: steps that are scheduled before the tokens of one are
+    seen; None: 1 where the device works beside the host, 0 on a CPU, which gains nothing and would compute a token too many
+    for each answer.
     """
 
     def __init__(
@@ -52,10 +56,12 @@ class Engine:
         dtype: torch.dtype,
         kv_fill: float = 0.0,
         check: bool = False,
+        ahead: int | None = None,
     ) -> None:
         self.model, self.ops, self.device = model, ops, device
         self.num_blocks, self.block_size, self.check = num_blocks, block_size, check
         self.kv_cache = KVCache(kv_cache_shape(model.config, num_blocks, block_size), dtype, device, ops, kv_fill)
+        self.ahead = (0 if device.type == "cpu" else 1) if ahead is None else ahead
         self.stats = EngineStats()
         c = model.config
         rule = ops.group_rule(c.num_heads, c.num_kv_heads, c.head_dim, dtype, device)
@@ -80,31 +86,29 @@ class Engine:
         scheduler = Scheduler(config, pool, window, self.group_rule)
         scheduler.stats = self.stats.counts
         state, seconds = scheduler.state, self.stats.seconds
-        while not scheduler.done:
+        runner = ModelRunner(self.model, self.kv_cache, self.ops, state, sampling, row_keys, self.device, seconds)
+        on_device: deque[tuple[StepPlan, Sampled]] = deque()
+        while on_device or not scheduler.done:
             if should_stop():
                 return
-            times = [perf_counter()]
+            begin = perf_counter()
             step = scheduler.schedule()
-            times.append(perf_counter())
+            seconds["schedule"] += perf_counter() - begin
             yield from scheduler.take_rejected()
-            if step is None:
+            if step is not None:
+                on_device.append((step, runner.execute(step)))
+                if on_step is not None:
+                    on_step(step, scheduler)
+            elif not on_device:
                 continue
-            self.kv_cache.copy_blocks(step.block_copies)
-            inputs = build_batch_inputs(step, state, self.device)
-            times.append(perf_counter())
-            logits = self.model.forward(inputs, self.kv_cache.tensor, self.kv_cache.scale)
-            times.append(perf_counter())
-            slots = step.sample_slots
-            keys = row_keys[state.position[slots]]
-            output_index = state.num_tokens[slots] - state.num_prompt[slots]
-            token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index, self.ops)
-            times.append(perf_counter())
-            if on_step is not None:
-                on_step(step, scheduler)
-            finished = scheduler.update(step, token_ids, finite, hits_stop)
-            if self.check:
-                pool.check([state.blocks(int(slot)) for slot in state.running])
-            times.append(perf_counter())
-            for stage, begin, end in zip(seconds, times, times[1:]):
-                seconds[stage] += end - begin
-            yield from finished
+            while len(on_device) > (0 if step is None else self.ahead):
+                done, sampled = on_device.popleft()
+                begin = perf_counter()
+                token_ids, finite = sampled.wait()
+                waited = perf_counter()
+                finished = scheduler.update(done, token_ids, finite, hits_stop)
+                seconds["wait"] += waited - begin
+                seconds["update"] += perf_counter() - waited
+                if self.check:
+                    pool.check([state.blocks(int(slot)) for slot in state.running])
+                yield from finished

@@ -33,32 +33,28 @@ class PrefixGroups(NamedTuple):
     block_start: np.ndarray  # [G] int32, in blocks of the members' block tables
     block_end: np.ndarray  # [G] int32
     private_start: np.ndarray  # [R] int32, in blocks: where each request's own part begins
+    block_ids: np.ndarray  # [sum of block_end - block_start] int32, group after group
+    block_ids_start: np.ndarray  # [G + 1] int32
 
     @staticmethod
     def none(num_requests: int) -> PrefixGroups:
         empty = np.empty(0, np.int32)
-        return PrefixGroups(empty, empty, empty, empty, np.zeros(num_requests, np.int32))
+        return PrefixGroups(empty, empty, empty, empty, np.zeros(num_requests, np.int32), empty, np.zeros(1, np.int32))
 
 
-def shared_with_previous(block_table: np.ndarray, num_full_blocks: np.ndarray) -> np.ndarray:
-    """[R] int32: leading blocks that each request has in common with the one before it, within num_full_blocks of both.
+def find_groups(
+    shared: np.ndarray, query_lens: np.ndarray, block_table: np.ndarray, slots: np.ndarray, block_size: int, rule: GroupRule
+) -> PrefixGroups:
+    """The groups that `rule` chooses.
 
-    block_table: [R, max_blocks]; num_full_blocks: [R] int32, blocks filled before this step's queries.
+    shared: [R] int32, full blocks that each request has in common with the one before it; query_lens: [R] int32;
+    block_table: [max_requests, max_blocks] int32, of which the requests have the rows `slots` ([R] int32).
     """
-    shared = np.zeros(len(block_table), np.int32)
-    if len(block_table) > 1:
-        different = block_table[1:] != block_table[:-1]
-        first = np.where(different.any(1), different.argmax(1), block_table.shape[1])
-        shared[1:] = np.minimum(first, np.minimum(num_full_blocks[1:], num_full_blocks[:-1]))
-    return shared
-
-
-def find_groups(shared: np.ndarray, query_lens: np.ndarray, block_size: int, rule: GroupRule) -> PrefixGroups:
-    """The groups that `rule` chooses from the tree of `shared` (shared_with_previous). query_lens: [R] int32."""
     num_requests = len(shared)
     nodes: list[tuple[int, int, int]] = []  # (blocks, first request, one past the last)
     stack: list[tuple[int, int]] = []  # (first request, blocks)
-    for r, blocks in enumerate([*shared.tolist(), 0]):
+    turns = np.flatnonzero(shared[1:] != shared[:-1]) + 1  # the only requests at which a node begins or ends
+    for r, blocks in zip([*turns.tolist(), num_requests], [*shared[turns].tolist(), 0]):
         start = r - 1
         while stack and stack[-1][1] > blocks:
             start, depth = stack.pop()
@@ -81,7 +77,12 @@ def find_groups(shared: np.ndarray, query_lens: np.ndarray, block_size: int, rul
     for g in groups.tolist():
         above[g] = private_start[start[g]]
         private_start[start[g] : end[g]] = depth[g]
-    return PrefixGroups(start[groups], end[groups], above[groups], depth[groups], private_start)
+    begin, end_block = above[groups], depth[groups]
+    ids = [block_table[slots[r], a:b] for r, a, b in zip(start[groups].tolist(), begin.tolist(), end_block.tolist())]
+    ids_start = np.zeros(len(groups) + 1, np.int32)
+    np.cumsum(end_block - begin, out=ids_start[1:])
+    block_ids = np.concatenate(ids) if ids else np.empty(0, np.int32)
+    return PrefixGroups(start[groups], end[groups], begin, end_block, private_start, block_ids, ids_start)
 
 
 def spares_enough_reads(first: Ints, last: Ints, num_keys: Ints, parent: Ints, query_lens: Ints) -> list[bool]:

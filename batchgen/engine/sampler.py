@@ -16,6 +16,8 @@ import torch
 from batchgen_kernels import Ops
 from batchgen_kernels.sampling import MIN_TEMPERATURE
 
+from batchgen.engine.device_state import to_device
+
 TOP_P_CANDIDATES = 256  # sorted first; a row whose nucleus is larger is sorted whole
 
 
@@ -63,8 +65,8 @@ def sample(
     sample_index: np.ndarray,
     positions: np.ndarray,
     ops: Ops,
-) -> tuple[np.ndarray, np.ndarray]:
-    """logits [K, vocab] float -> token ids [K] int32, and whether the row's logits were usable [K] bool.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [K, vocab] float -> token ids [K] int32, and whether the row's logits were usable [K] bool, on their device.
 
     row_keys: [K] uint64; sample_index, positions (of the output): [K].
     """
@@ -80,11 +82,11 @@ def sample_by_gumbel_max(
     sample_index: np.ndarray,
     positions: np.ndarray,
     ops: Ops,
-) -> tuple[np.ndarray, np.ndarray]:
-    """On the logits' device; ids and flags are all that leaves it."""
-
-    def on_device(values: np.ndarray, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(values.astype(dtype)).to(logits.device)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All on the logits' device."""
+    keys, samples, indices = to_device(
+        [row_keys.view(np.int64), sample_index.astype(np.int32), positions.astype(np.int32)], logits.device
+    )
 
     def in_each_row(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
@@ -95,13 +97,13 @@ def sample_by_gumbel_max(
         in_each_row(min(config.top_k, 2**31 - 1), torch.int32),
         in_each_row(config.top_p, torch.float32),
         in_each_row(config.min_p, torch.float32),
-        on_device(row_keys.view(np.int64), np.int64),
-        on_device(sample_index, np.int32),
-        on_device(positions, np.int32),
+        keys,
+        samples,
+        indices,
         config.seed,
         filtered=config.temperature >= MIN_TEMPERATURE and (config.top_k > 0 or config.top_p < 1.0 or config.min_p > 0.0),
     )
-    return ids.cpu().numpy(), finite.cpu().numpy()
+    return ids, finite
 
 
 def sample_by_inversion(
@@ -110,12 +112,12 @@ def sample_by_inversion(
     row_keys: np.ndarray,
     sample_index: np.ndarray,
     positions: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """In plain torch, with the random numbers made on the host."""
     top, best = logits.max(dim=-1)
-    finite = torch.isfinite(top).cpu().numpy()
+    finite = torch.isfinite(top)
     if config.is_greedy:
-        return best.to(torch.int32).cpu().numpy(), finite
+        return best.to(torch.int32), finite
     scaled = (logits.float() - top[:, None].float()) / config.temperature
     probabilities = torch.softmax(torch.nan_to_num(scaled, nan=0.0), dim=-1)
     keep_top(probabilities, config.top_k, config.top_p, config.min_p)
@@ -125,7 +127,7 @@ def sample_by_inversion(
     ids = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
     ids = ids.clamp_(max=logits.shape[-1] - 1)
     dropped = probabilities.gather(1, ids[:, None])[:, 0] == 0  # u fell on the last edge: take the most likely
-    return torch.where(dropped, best, ids).to(torch.int32).cpu().numpy(), finite
+    return torch.where(dropped, best, ids).to(torch.int32), finite
 
 
 def keep_top(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> None:

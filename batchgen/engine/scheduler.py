@@ -7,6 +7,10 @@ order. So prefills are chunked, steps are mixed, and requests enter and leave at
 Memory: a request is admitted when its prompt and what all running ones are still expected to need fit into the pool.
 If the expectation was too low, the request that is latest in the plan is preempted: its blocks go, its tokens stay, and
 it recomputes them when it is admitted again, so greedy output does not change.
+
+A step counts as computed once it is scheduled, so the next one may be scheduled while the device still works on it. What it
+sampled is seen when `update` brings it: a request that ended with it may be in a step more by then, for nothing, and a
+preempted one loses a token that was not seen.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,12 +30,13 @@ from batchgen.engine.prefix_groups import (
     GroupRule,
     PrefixGroups,
     find_groups,
-    shared_with_previous,
     spares_enough_reads,
 )
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.errors import EngineError
 from batchgen.records import FinishReason, RowFault, Window
+
+NO_COPIES = np.empty((0, 2), np.int32)
 
 
 @dataclass(order=True)
@@ -47,8 +53,24 @@ class Candidate:
     num_cached: int = field(compare=False, default=-1)  # at its first admission; -1: it was never in
 
 
+class DecodeBatch(NamedTuple):
+    """A step in which each running request was one behind. While they stay the same, so does all of this but two sums."""
+
+    slots: np.ndarray  # [R] int32, the array that is BatchState.running
+    ones: np.ndarray  # [R] int32
+    requests: np.ndarray  # [R] int32, 0 .. R - 1
+    admissions: np.ndarray  # [R] int64
+    groups: PrefixGroups
+    spared: int  # reads of a token that the groups spare
+    first: np.ndarray  # [R] int32, first positions of that step
+    output_index: np.ndarray  # [R] int32, of the tokens that it sampled
+    sum_end: int  # of first + 1
+    steps_left: int  # until the first of them is at its limit
+
+
 class Scheduler:
-    """Drives one window through one pool. `schedule` and `update` alternate until `done`; take_rejected after each.
+    """Drives one window through one pool. `schedule`, and `update` once a step or later, in their order, until `done`;
+    take_rejected after each `schedule`.
 
     group_rule chooses the shared-prefix groups of a step.
     """
@@ -69,7 +91,11 @@ class Scheduler:
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
         self._last_matched = -1  # position of the prompt that was looked up last
         self._copies: list[tuple[int, int, int]] = []  # (slot, source, destination) for the next step
-        self._eos = np.array(sorted(config.eos_token_ids), np.int32)
+        none = np.empty(0, np.int32)
+        self._groups_of: tuple[np.ndarray, ...] = (none, none, none)  # admissions, shared blocks and grants of ...
+        self._last_groups = PrefixGroups.none(0)
+        self._decodes: DecodeBatch | None = None  # the step before, if it was one
+        self._is_full = False  # memory let nobody in, and nobody has left since
         self._forecast = MemoryForecast(config.max_tokens, pool.block_size)
         self._common = common_blocks(window, config.num_samples)
 
@@ -88,47 +114,101 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (then see take_rejected and done)."""
         s = self.state
+        if (step := self._decode_again()) is not None:
+            return step
         copies, self._copies = self._copies, []
         grants, preempted = self._make_room(copies)
         slots = s.running[grants > 0]
         grants = grants[grants > 0]
         self._give_blocks(slots, grants)
-        if not preempted:
-            admitted = self._admit(self._budget_left)
-            slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int32)])
-            grants = np.concatenate([grants, np.array([n for _, n in admitted], np.int32)])
+        if not preempted and (admitted := self._admit(self._budget_left)):
+            granted = np.zeros(s.max_requests, np.int32)
+            granted[slots] = grants
+            granted[[slot for slot, _ in admitted]] = [n for _, n in admitted]
+            grants = granted[s.running]
+            slots, grants = s.running[grants > 0], grants[grants > 0]
         if len(slots) == 0:
             return None
-        order = np.lexsort((s.sample_index[slots], s.position[slots]))
-        return self._step_plan(slots[order], grants[order], copies)
+        return self._step_plan(slots, grants, copies)
 
     def _step_plan(self, slots: np.ndarray, grants: np.ndarray, copies: list[tuple[int, int, int]]) -> StepPlan:
-        s, block_size = self.state, self.pool.block_size
-        first = s.num_computed[slots].copy()
+        s = self.state
+        first = s.num_computed[slots]
         end = first + grants
-        complete = np.flatnonzero(end == s.num_tokens[slots])
-        sample_requests, sample_slots = complete.tolist(), slots[complete].tolist()
-        for r in complete.tolist():
-            for child in self.forks.pop(int(slots[r]), ()):
-                self._fork(int(slots[r]), child)
-                sample_requests.append(r)
-                sample_slots.append(child)
-        used = -(-int(end.max()) // block_size)
-        table = s.block_table[slots, :used]
-        groups = PrefixGroups.none(len(slots))
-        if self.config.prefix_groups:
-            shared = shared_with_previous(table, first // block_size)
-            groups = find_groups(shared, grants, block_size, self.group_rule)
-        self._count(slots, first, end, groups)
-        return StepPlan(
+        sample_requests = np.flatnonzero(end == s.num_tokens[slots]).astype(np.int32)
+        sample_slots = slots[sample_requests]
+        if self.forks:
+            sample_requests, sample_slots = self._fork_complete(sample_requests, sample_slots)
+        groups = self._groups(slots, grants, first) if self.config.prefix_groups else PrefixGroups.none(len(slots))
+        spared = (int(groups.private_start.sum(dtype=np.int64)) - len(groups.block_ids)) * self.pool.block_size
+        self._count(slots, first, end, spared)
+        step = StepPlan(
             slots,
             grants,
             first,
-            np.array(sample_requests, np.int32),
-            np.array(sample_slots, np.int32),
+            sample_requests,
+            sample_slots,
+            s.admission[sample_slots],
+            s.num_tokens[sample_slots] - s.num_prompt[sample_slots],
             np.array([(source, destination) for _, source, destination in copies], np.int32).reshape(-1, 2),
             groups,
         )
+        s.num_computed[slots] = end
+        s.num_tokens[sample_slots] += 1
+        self._decodes = None
+        if len(slots) == len(s.running) == len(sample_slots) == int(grants.sum()) and (first >= s.num_prompt[slots]).all():
+            steps_left = int((s.max_tokens[slots] - s.num_tokens[slots]).min())
+            self._decodes = DecodeBatch(
+                s.running, grants, sample_requests, step.sample_admissions, groups, spared, first, step.output_index,
+                int(end.sum(dtype=np.int64)), steps_left,
+            )  # fmt: skip
+        return step
+
+    def _decode_again(self) -> StepPlan | None:
+        """The step before once more, a token on: the same requests, none with a prompt to compute, none to come in. None if
+        it is not like that. Does what the long way does, with what that has found out."""
+        s, pool, b = self.state, self.pool, self._decodes
+        if b is None or b.slots is not s.running or b.steps_left == 0 or self._copies or self._may_admit():
+            return None
+        first = b.first + 1
+        grow = b.slots[s.num_blocks[b.slots] * pool.block_size <= first]
+        if len(grow) > pool.num_free:
+            return None
+        if len(grow):
+            s.block_table[grow, s.num_blocks[grow]] = pool.allocate(len(grow))
+            s.num_blocks[grow] += 1
+        output_index = b.output_index + 1
+        s.num_computed[b.slots] = first + 1
+        s.num_tokens[b.slots] = first + 2
+        num_requests = len(first)
+        self._decodes = b = b._replace(
+            first=first, output_index=output_index, sum_end=b.sum_end + num_requests, steps_left=b.steps_left - 1
+        )
+        self.order.next_step()
+        self.stats.num_steps += 1
+        self.stats.num_decode += num_requests
+        self.stats.num_kv_visible += b.sum_end
+        self.stats.num_kv_read += b.sum_end - b.spared
+        return StepPlan(
+            b.slots, b.ones, first, b.requests, b.slots, b.admissions, output_index, NO_COPIES, b.groups, repeats=True
+        )
+
+    def _may_admit(self) -> bool:
+        if self._is_full or self.state.num_free_slots == 0:
+            return False
+        return bool(self.waiting) or self.order.next_row is not None
+
+    def _groups(self, slots: np.ndarray, grants: np.ndarray, first: np.ndarray) -> PrefixGroups:
+        """The shared-prefix groups; those of the step before, where nothing has changed that they depend on."""
+        s = self.state
+        full = first // self.pool.block_size  # blocks filled before this step's queries
+        shared = s.common_with_previous(slots)
+        shared[1:] = np.minimum(shared[1:], np.minimum(full[1:], full[:-1]))
+        key = (s.admission[slots], shared, grants)
+        if len(slots) != len(self._groups_of[0]) or not all(map(np.array_equal, key, self._groups_of)):
+            self._groups_of = key
+            self._last_groups = find_groups(shared, grants, s.block_table, slots, self.pool.block_size, self.group_rule)
+        return self._last_groups
 
     def update(
         self,
@@ -142,21 +222,22 @@ class Scheduler:
         hits_stop(output_ids) says whether a stop string has appeared. Returns the requests that are done.
         """
         s = self.state
-        s.num_computed[step.slots] = step.first_position + step.num_scheduled
-        slots = step.sample_slots
-        forks = slots[~np.isin(slots, s.running)]
-        if len(forks):
-            s.set_running(np.concatenate([s.running, forks]))
-        s.output_ids[slots, s.num_tokens[slots] - s.num_prompt[slots]] = token_ids
-        s.last_token[slots] = token_ids
-        s.num_tokens[slots] += 1
-        stopped = np.isin(token_ids, self._eos)
+        slots, index = step.sample_slots, step.output_index
+        late = s.admission[slots] != step.sample_admissions
+        if late.any():
+            self.stats.num_late += int(late.sum())
+            slots, index, token_ids, finite = slots[~late], index[~late], token_ids[~late], finite[~late]
+        s.output_ids[slots, index] = token_ids
+        s.num_outputs[slots] = index + 1
+        stopped = np.zeros(len(slots), bool)
+        for eos in self.config.eos_token_ids:
+            stopped |= token_ids == eos
         if hits_stop is not None:
             for i in np.flatnonzero(~stopped).tolist():
                 stopped[i] = hits_stop(s.outputs(int(slots[i])))
-        at_limit = s.num_tokens[slots] >= s.max_tokens[slots]
+        done = stopped | ~finite | (s.num_prompt[slots] + index + 1 >= s.max_tokens[slots])
         finished = []
-        for i in np.flatnonzero(stopped | at_limit | ~finite).tolist():
+        for i in np.flatnonzero(done).tolist():
             reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
             finished.append(self._finish(int(slots[i]), reason, bool(finite[i])))
         return finished
@@ -164,8 +245,9 @@ class Scheduler:
     def _finish(self, slot: int, reason: FinishReason, finite: bool) -> Finished:
         s = self.state
         outputs = s.outputs(slot).copy()
-        one = np.array([slot])
-        self._forecast.end(int(self._blocks_left(one, s.num_tokens[one])[0]))
+        block_size = self.pool.block_size
+        known = int(s.num_prompt[slot]) + len(outputs)
+        self._forecast.end(-(-int(s.max_tokens[slot]) // block_size) - -(-known // block_size))
         self.stats.num_output += len(outputs)
         fault = None
         if not finite:
@@ -187,7 +269,9 @@ class Scheduler:
     def _drop(self, slot: int) -> None:
         """Take `slot` out of the batch and give its blocks back."""
         s = self.state
-        self._copies = [c for c in self._copies if c[0] != slot]
+        if self._copies:
+            self._copies = [c for c in self._copies if c[0] != slot]
+        self._is_full = False
         self.pool.release(s.blocks(slot))
         s.running = s.running[s.running != slot]
         s.free_slot(slot)
@@ -209,7 +293,8 @@ class Scheduler:
 
     def _share_budget(self) -> np.ndarray:
         s, budget = self.state, self.config.max_num_batched_tokens
-        behind = s.num_tokens[s.running] - s.num_computed[s.running]
+        tokens = s.num_tokens[s.running]
+        behind = np.where(tokens < s.max_tokens[s.running], tokens - s.num_computed[s.running], 0)
         grants = np.zeros(len(behind), np.int32)
         decodes = np.flatnonzero(behind == 1)[:budget]
         grants[decodes] = 1
@@ -278,6 +363,20 @@ class Scheduler:
         self._drop(slot)
         self.stats.num_preemptions += 1
 
+    def _fork_complete(self, requests: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Further samples of the prompts that this step completes start to run; requests and slots with theirs behind."""
+        parents, children = [], []
+        for r, slot in zip(requests.tolist(), slots.tolist()):
+            for child in self.forks.pop(slot, ()):
+                self._fork(slot, child)
+                parents.append(r)
+                children.append(child)
+        if not children:
+            return requests, slots
+        forks = np.array(children, np.int32)
+        self.state.set_running(np.concatenate([self.state.running, forks]))
+        return np.append(requests, np.array(parents, np.int32)), np.append(slots, forks)
+
     def _fork(self, parent: int, child: int) -> None:
         """Start `child` as a further sample of the prompt that `parent` completes in this step: full blocks are shared,
         the partial one is copied before the next step writes to it."""
@@ -302,6 +401,7 @@ class Scheduler:
         missing = self._blocks_missing(s.running)
         mean, variance = self._future(s.running)
         room = pool.num_free - missing - self.config.output_reserve * wanted(mean, variance)
+        self.order.next_step()
         self.order.observe(len(s.running) // self.config.num_samples, room, pool.num_usable)
         while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
             prompt = self.window.prompt(candidate.position)
@@ -324,6 +424,7 @@ class Scheduler:
             if need + missing + reserve > pool.num_free:
                 if admitted or len(s.running):
                     pool.release_hit(hit)
+                    self._is_full = True
                     break
                 # Nothing runs, so nothing will free a block: let one sample in and do without the reserve.
                 num_samples, need = 1, -(-len(known) // block_size) - len(hit)
@@ -339,8 +440,8 @@ class Scheduler:
             budget -= grant
             missing += need - num_given
             mean, variance = mean + more, variance + more_variance
-        entered = np.array([slot for slot, _ in admitted], np.int32)
-        s.set_running(np.concatenate([s.running, entered]))
+        if admitted:
+            s.set_running(np.concatenate([s.running, np.array([slot for slot, _ in admitted], np.int32)]))
         self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))
         return admitted
 
@@ -383,7 +484,7 @@ class Scheduler:
             s.num_prompt[new], s.max_tokens[new] = num_prompt, limit
             s.num_cached[new] = num_prompt  # a fork finds its whole prompt
             s.num_recompute[new] = s.num_preemptions[new] = 0
-            s.known[new] = known
+            s.known[new], s.num_known[new], s.num_outputs[new] = known, len(known), 0
         if children:
             self.forks[slot] = children
         s.append_blocks(slot, np.array(hit, np.int32))
@@ -393,7 +494,7 @@ class Scheduler:
         s.num_recompute[slot] = candidate.num_computed
         s.num_preemptions[slot] = candidate.num_preemptions
         s.output_ids[slot, : len(candidate.outputs)] = candidate.outputs
-        s.last_token[slot] = known[-1]
+        s.num_outputs[slot] = len(candidate.outputs)
         if candidate.num_cached < 0:
             self.stats.num_cached += int(s.num_cached[slot])
         return slot
@@ -445,18 +546,24 @@ class Scheduler:
 
     # ---- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, slots: np.ndarray, first: np.ndarray, end: np.ndarray, groups: PrefixGroups) -> None:
+    def _count(self, slots: np.ndarray, first: np.ndarray, end: np.ndarray, spared: int) -> None:
+        """spared: reads of a token that the step's groups spare."""
         s, stats = self.state, self.stats
-        again = np.clip(np.minimum(end, s.num_recompute[slots]) - first, 0, None)
-        fresh = first + again
-        prompt = np.clip(np.minimum(end, s.num_prompt[slots]) - fresh, 0, None)
+        total = int((end - first).sum())
         stats.num_steps += 1
-        stats.num_recomputed += int(again.sum())
-        stats.num_prefill += int(prompt.sum())
-        stats.num_decode += int((end - fresh - prompt).sum())
-        spared = groups.private_start.sum() - (groups.block_end - groups.block_start).sum()
-        stats.num_kv_visible += int(end.sum())
-        stats.num_kv_read += int(end.sum() - spared * self.pool.block_size)
+        behind = np.flatnonzero(first < np.maximum(s.num_prompt[slots], s.num_recompute[slots]))  # not plain decodes
+        again = prompt = 0
+        if len(behind):
+            slots, first, until = slots[behind], first[behind], end[behind]
+            repeated = np.clip(np.minimum(until, s.num_recompute[slots]) - first, 0, None)
+            again = int(repeated.sum())
+            prompt = int(np.clip(np.minimum(until, s.num_prompt[slots]) - first - repeated, 0, None).sum())
+        stats.num_recomputed += again
+        stats.num_prefill += prompt
+        stats.num_decode += total - again - prompt
+        visible = int(end.sum(dtype=np.int64))
+        stats.num_kv_visible += visible
+        stats.num_kv_read += visible - spared
 
 
 def common_blocks(window: Window, num_samples: int) -> np.ndarray:

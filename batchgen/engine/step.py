@@ -19,8 +19,11 @@ class StepPlan(NamedTuple):
     first_position: np.ndarray  # [R] int32, position of its first query token
     sample_requests: np.ndarray  # [K] int32, index into the R requests whose last token's logits are sampled
     sample_slots: np.ndarray  # [K] int32, the slot that gets the token (a fork samples its parent's logits)
+    sample_admissions: np.ndarray  # [K] int64, whose slot it was: one that has ended since gets no token
+    output_index: np.ndarray  # [K] int32, of the token among those that its request generates
     block_copies: np.ndarray  # [m, 2] int32, source and destination, before this step's KV write
     groups: PrefixGroups
+    repeats: bool = False  # the requests of the step before, each a token on: but for positions and blocks it is that step
 
 
 class Finished(NamedTuple):
@@ -62,4 +65,5 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_kv_read: int = 0  # key/value tokens read, each shared prefix once a step
     num_kv_visible: int = 0  # the same without sharing
+    num_late: int = 0  # tokens computed for requests whose end the host had not seen yet
     max_running: int = 0

@@ -16,3 +16,4 @@ class BatchInputs(NamedTuple):
     slot_mapping: torch.Tensor  # [num_tokens] int64, block_id * block_size + offset
     logits_indices: torch.Tensor  # [num_sampled] int64, the token rows whose logits are wanted
     attention: AttentionMetadata
+    slots: torch.Tensor | None = None  # [num_requests] int64, where the device keeps what it knows of each request

@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_generate(
     outcome = case.engine.run(
         PROMPTS, block_size=block_size, budget=budget, cap=cap, order=order, prefix_cache=cache,
         num_blocks=-(-longest // block_size) + 4 if tight else None, output_reserve=0.0 if tight else 1.0,
-        eos_token_ids=case.eos,
+        eos_token_ids=case.eos, ahead=(budget + cap) % 2,
     )  # fmt: skip
     case.assert_right(outcome)
     assert outcome.stats.max_running <= cap
@@ -94,6 +94,18 @@ def test_preempted_requests_give_the_same_tokens(family: str, block_size: int, c
     assert outcome.tokens() == {(i, 0): answer for i, answer in case.unended.items()}
     assert outcome.stats.num_preemptions > 0 and outcome.stats.num_recomputed > 0
     assert max(f.num_preemptions for f in outcome.by_request.values()) > 0
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_host_may_be_ahead_of_the_device(ahead: int, num_samples: int, cases: dict[str, Case]) -> None:
+    """The same answers; each that an end token ended was in a step or two more than it needed."""
+    case = cases["llama"]
+    outcome = case.engine.run(PROMPTS, eos_token_ids=case.eos, ahead=ahead, num_samples=num_samples)
+    case.assert_right(outcome, num_samples)
+    late = [ahead if len(a) < MAX_TOKENS else 0 for a in case.expected.values() if a[-1] in case.eos]
+    near_the_limit = [max(0, len(a) + ahead - MAX_TOKENS) for a in case.expected.values() if len(a) < MAX_TOKENS]
+    assert outcome.stats.num_late == num_samples * (sum(late) - sum(near_the_limit))
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

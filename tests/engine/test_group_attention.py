@@ -14,6 +14,7 @@ from batchgen_kernels.registry import load
 
 from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
+from batchgen.engine.device_state import DeviceState
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import SchedulerConfig
 
@@ -53,7 +54,7 @@ def test_shared_prefix_attention_equals_the_reference(depth: int, heads: tuple[i
     while not scheduler.done:
         step = scheduler.schedule()
         assert step is not None
-        metadata = build_batch_inputs(step, scheduler.state, torch.device("cpu")).attention
+        metadata = build_batch_inputs(step, scheduler.state, DeviceState(scheduler.state, torch.device("cpu"))).attention
         query = torch.randn(int(metadata.query_start[-1]), num_q_heads, head_dim)
         args = (num_q_heads, num_kv_heads, head_dim)
         got = plan_torch(metadata, *args)(query, *cache, head_dim**-0.5)

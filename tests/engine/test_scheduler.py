@@ -36,8 +36,9 @@ def assert_right(prompts, results, cfg) -> None:
         assert f.token_ids.tolist() == fake.expected_output(prompts[i], sample, cfg)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_random_trees(seed: int) -> None:
+def test_random_trees(seed: int, ahead: int) -> None:
     rng = np.random.default_rng(seed)
     block_size = int(rng.choice([1, 4, 16]))
     prompts = random_prompts(rng, 30, block_size)
@@ -52,8 +53,10 @@ def test_random_trees(seed: int) -> None:
     longest = max(map(len, prompts)) + cfg.max_tokens
     least = -(-longest // block_size) + 1  # the null block, and the longest request alone
     num_blocks = least + int(rng.choice([0, 3, 20, 1000]))
-    results, scheduler = fake.run(fake.window_of(prompts, block_size, sort=bool(rng.random() < 0.7)), cfg, num_blocks)
+    window = fake.window_of(prompts, block_size, sort=bool(rng.random() < 0.7))
+    results, scheduler = fake.run(window, cfg, num_blocks, ahead=ahead)
     assert_right(prompts, results, cfg)
+    assert ahead or scheduler.stats.num_late == 0
     if num_blocks > 1000 and cfg.output_reserve == 1.0:
         assert scheduler.stats.num_preemptions == 0
 
