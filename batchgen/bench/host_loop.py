@@ -1,8 +1,8 @@
 """`python -m batchgen.bench.host_loop`: what the host does in a step of a full batch that decodes, without a device.
 
 Scheduler, block pool, the step's tensors and the taking of its tokens are the real ones; only the model is left out. Times
-are CPU time of this process, the median over steps. `instructions` counts what the interpreter executes in one step (opcodes,
-those inside numpy and torch not counted): it must depend neither on the number of requests nor on their context.
+are CPU time of this process, the median over steps. `instructions` counts what the interpreter executes in one step, without
+what numpy and torch do inside: it must depend neither on the number of requests nor on their context.
 The last line of stdout is one JSON object.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,13 @@ class LruBlockPool(BlockPool):
             self._forget(n - self._num_free)
         return super().allocate(n, consecutive)
 
-    def acquire(self, blocks: Sequence[int] | np.ndarray) -> None:
-        held = np.asarray(blocks, np.int32)
-        self._num_idle -= int(np.count_nonzero(self.ref_count[held] == 0))
-        self.ref_count[held] += 1
+    def acquire(self, blocks: np.ndarray) -> None:
+        self._num_idle -= int(np.count_nonzero(self.ref_count[blocks] == 0))
+        self.ref_count[blocks] += 1
 
-    def release_hit(self, blocks: Sequence[int]) -> None:
+    def release_hit(self, blocks: np.ndarray) -> None:
         super().release_hit(blocks)
-        self._num_idle += int(np.count_nonzero(self.ref_count[list(blocks)] == 0))
+        self._num_idle += int(np.count_nonzero(self.ref_count[blocks] == 0))
 
     def release(self, blocks: np.ndarray) -> None:
         self.clock += 1
@@ -81,6 +79,7 @@ class LruBlockPool(BlockPool):
         for digest in map(self.hash_of.pop, evicted.tolist()):
             del self.cache[digest]
         self.is_cached[evicted] = False
+        self._entered_at[evicted] = 0
         self.remaining_uses[evicted] = 0
         np.subtract.at(self.num_children, self.parent[evicted], 1)
         self._free[self._num_free : self._num_free + n] = evicted

@@ -47,7 +47,11 @@ class BlockPool:
         self.is_cached = np.zeros(num_blocks, bool)
         self.hash_of: dict[int, bytes] = {}  # cached block -> its hash
         self.cache: dict[bytes, int] = {}  # hash -> block
+        self._entered_at = np.zeros(num_blocks, np.int64)  # which entry into the cache a block's is, 0: it is not there
+        self._num_entered = 0
         self._digests: list[bytes] = []  # of the full blocks of the prompt that was matched last
+        self._matched = np.empty(0, np.int32)  # its blocks in the cache
+        self._matched_at = np.empty(0, np.int64)  # their entries
         # Free ids, sorted when `_sorted`: single blocks come off the end (high ids), runs from the front (low ids), so
         # that a prefix lands on consecutive ids and the CPU backend reads it in place.
         self._free = np.arange(1, num_blocks, dtype=np.int32)
@@ -115,6 +119,7 @@ class BlockPool:
                 freed[block] = None
                 del self.cache[self.hash_of.pop(block)]
                 self.is_cached[block] = False
+                self._entered_at[block] = 0
                 block = int(self.parent[block])
                 self.num_children[block] -= 1
         self._free[self._num_free : self._num_free + len(freed)] = list(freed)
@@ -127,45 +132,54 @@ class BlockPool:
 
     # ---- the prefix cache ---------------------------------------------------------------------------------------
 
-    def match(self, token_ids: np.ndarray, num_same: int = 0) -> list[int]:
-        """The longest chain of cached blocks that spells a prefix of `token_ids` ([n] int32). Takes no reference.
+    def match(self, token_ids: np.ndarray, num_same: int = 0) -> np.ndarray:
+        """[m] int32: the longest chain of cached blocks that spells a prefix of `token_ids` ([n] int32). Takes no reference.
 
         The hash only finds a block. It counts if its parent is the block matched before it and its token ids are equal.
-        num_same: full blocks that the caller knows to be those of the prompt asked for last, whose hashes are at hand.
+        num_same: full blocks that the caller knows to be those of the prompt asked for last: their hashes are at hand, and
+        what was found then is found again where it is still there.
         """
+        num_known = self._known(num_same)
         digests = self._digests[:num_same]
-        digests += block_hashes(
-            token_ids[len(digests) * self.block_size :], self.block_size, digests[-1] if digests else ROOT
-        )
-        self._digests = digests
-        found = list(itertools.takewhile(lambda block: block is not None, map(self.cache.get, digests)))
+        rest = token_ids[len(digests) * self.block_size :]
+        digests += block_hashes(rest, self.block_size, digests[-1] if digests else ROOT)
+        found = list(itertools.takewhile(lambda block: block is not None, map(self.cache.get, digests[num_known:])))
         matched = np.array(found, np.int32)
-        good = self.parent[matched] == np.concatenate([[NO_PARENT], matched[:-1]])
-        tokens = token_ids[: len(matched) * self.block_size].reshape(-1, self.block_size)
-        good &= (self.token_ids[matched] == tokens).all(1)
-        return matched.tolist() if good.all() else matched[: int(good.argmin())].tolist()
+        known = self._matched[:num_known]
+        good = self.parent[matched] == np.concatenate([known[-1:] if num_known else [NO_PARENT], matched[:-1]])
+        tokens = token_ids[num_known * self.block_size : (num_known + len(matched)) * self.block_size]
+        good &= (self.token_ids[matched] == tokens.reshape(-1, self.block_size)).all(1)
+        matched = np.concatenate([known, matched if good.all() else matched[: int(good.argmin())]])
+        self._digests, self._matched, self._matched_at = digests, matched, self._entered_at[matched]
+        return matched
 
-    def acquire(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Take a reference to each of `blocks`, which are held or kept."""
-        self.ref_count[list(blocks)] += 1
+    def _known(self, num_same: int) -> int:
+        """How many of the first num_same blocks matched last are in the cache as they were."""
+        same = self._matched[:num_same]
+        gone = self._entered_at[same] != self._matched_at[:num_same]
+        return int(gone.argmax()) if gone.any() else len(same)
 
-    def release_hit(self, blocks: Sequence[int]) -> None:
+    def acquire(self, blocks: np.ndarray) -> None:
+        """Take a reference to each of `blocks` ([n] int32, no repeats), which are held or kept."""
+        self.ref_count[blocks] += 1
+
+    def release_hit(self, blocks: np.ndarray) -> None:
         """Undo `acquire` of matched blocks whose planned use is still to come: nothing is freed."""
-        self.ref_count[list(blocks)] -= 1
+        self.ref_count[blocks] -= 1
 
-    def use(self, blocks: Sequence[int]) -> None:
+    def use(self, blocks: np.ndarray) -> None:
         """One planned use of each of these cached blocks has come true (its request has acquired what it needs)."""
-        index = np.array(blocks, np.int32)
-        self.remaining_uses[index] = np.maximum(self.remaining_uses[index] - 1, 0)
-        self._free_if_unused(index)
+        uses = np.maximum(self.remaining_uses[blocks] - 1, 0)
+        self.remaining_uses[blocks] = uses
+        if not uses.all():
+            self._free_if_unused(blocks)
 
-    def expect(self, blocks: Sequence[int]) -> int:
+    def expect(self, blocks: np.ndarray) -> int:
         """One more use to come of the leading ones of `blocks` that are in the cache; returns how many those are."""
-        for n, b in enumerate(blocks):
-            if b not in self.hash_of:
-                return n
-            self.remaining_uses[b] += 1
-        return len(blocks)
+        missing = ~self.is_cached[blocks]
+        num_cached = int(missing.argmax()) if missing.any() else len(blocks)
+        self.remaining_uses[blocks[:num_cached]] += 1
+        return num_cached
 
     def insert(self, blocks: np.ndarray, first: int, token_ids: np.ndarray, remaining_uses: np.ndarray) -> None:
         """Enter full blocks first.. of a sequence into the cache, where they are not there yet and have uses to come.
@@ -189,6 +203,8 @@ class BlockPool:
         self.cache.update(zip(fresh, ids))
         self.hash_of.update(zip(ids, fresh))
         self.is_cached[new] = True
+        self._entered_at[new] = np.arange(self._num_entered + 1, self._num_entered + n + 1)
+        self._num_entered += n
         self.parent[new] = [parent, *ids[:-1]]
         self.depth[new] = np.arange(first, first + n)
         self.num_children[parent] += 1

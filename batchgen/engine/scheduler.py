@@ -36,6 +36,7 @@ from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, Step
 from batchgen.errors import EngineError
 from batchgen.records import FinishReason, RowFault, Window
 
+NO_BLOCKS = np.empty(0, np.int32)
 NO_COPIES = np.empty((0, 2), np.int32)
 
 
@@ -353,7 +354,7 @@ class Scheduler:
             int(s.position[slot]),
             int(s.sample_index[slot]),
             1 + len(children),
-            self.pool.expect(s.blocks(slot).tolist()),
+            self.pool.expect(s.blocks(slot)),
             s.outputs(slot).copy(),
             int(s.num_computed[slot]),
             int(s.num_preemptions[slot]) + 1,
@@ -406,7 +407,7 @@ class Scheduler:
         while budget > 0 and s.num_free_slots and (candidate := self._next_candidate()) is not None:
             prompt = self.window.prompt(candidate.position)
             limit = min(len(prompt) + self.config.max_tokens, self.config.max_model_len)
-            matched = self._match(candidate.position, prompt) if self.config.prefix_cache else []
+            matched = self._match(candidate.position, prompt) if self.config.prefix_cache else NO_BLOCKS
             if (fault := self._never_fits(len(prompt), limit)) is not None:
                 self._take(candidate, candidate.num_samples)
                 pool.use(matched[: candidate.num_expected])
@@ -445,7 +446,7 @@ class Scheduler:
         self.stats.max_running = max(self.stats.max_running, len(s.running) + sum(map(len, self.forks.values())))
         return admitted
 
-    def _match(self, position: int, prompt: np.ndarray) -> list[int]:
+    def _match(self, position: int, prompt: np.ndarray) -> np.ndarray:
         """Cached blocks of this prompt. The plan knows how much of it is the prompt that was looked up before."""
         first, last = sorted((position, self._last_matched))
         if first == last:
@@ -473,7 +474,7 @@ class Scheduler:
             heapq.heappush(self.waiting, Candidate(candidate.position, first, rest, num_full))
 
     def _enter(
-        self, candidate: Candidate, num_samples: int, known: np.ndarray, num_prompt: int, limit: int, hit: list[int]
+        self, candidate: Candidate, num_samples: int, known: np.ndarray, num_prompt: int, limit: int, hit: np.ndarray
     ) -> int:
         """Fill a slot for the candidate, and empty ones for the samples that will fork from it."""
         s = self.state
@@ -487,7 +488,7 @@ class Scheduler:
             s.known[new], s.num_known[new], s.num_outputs[new] = known, len(known), 0
         if children:
             self.forks[slot] = children
-        s.append_blocks(slot, np.array(hit, np.int32))
+        s.append_blocks(slot, hit)
         s.num_tokens[slot] = len(known)
         s.num_computed[slot] = len(hit) * self.pool.block_size
         s.num_cached[slot] = s.num_computed[slot] if candidate.num_cached < 0 else candidate.num_cached
