@@ -15,7 +15,7 @@ from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, prepare_cpu
+from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, hidden_tokens, prepare_cpu
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
 from batchgen.errors import UsageError
 from batchgen.models.config import kv_bytes_per_token
@@ -215,6 +215,7 @@ def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_
         eos_token_ids=eos,
         prefix_cache=job.engine.prefix_cache,
         prefix_groups=job.engine.prefix_cache and shares_reads,
+        hidden_tokens=hidden_tokens(device, dtype),
     )
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
     return Loaded(engine, scheduler_config, sampling_config(job), detokenizer, model_shape(inputs.config, dtype, kv_dtype))

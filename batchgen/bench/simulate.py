@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.bench.lru_pool import LruBlockPool
-from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, least_work, limits, step_seconds, work_of
+from batchgen.bench.simulate_device import (
+    DEVICES,
+    MODELS,
+    DeviceRates,
+    hidden_tokens,
+    least_work,
+    limits,
+    step_seconds,
+    work_of,
+)
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import SchedulerConfig
@@ -220,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         max_model_len=longest,
         max_tokens=options.max_tokens,
         eos_token_ids=frozenset([EOS]),
+        hidden_tokens=hidden_tokens(DEVICES[options.device], MODELS[options.model]),
     )
     print(
         f"{job.num_rows:,} rows, {job.rows_per_group} to a prefix (prefix/suffix/output {', '.join(options.groups)}), "
@@ -230,11 +240,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-# --mixed: long documents with short answers, and short questions with long ones.
+# --mixed: documents with short answers, and short questions with long ones.
 MIXED = {
-    "rows": 1000,
-    "rows_per_group": 20,
-    "groups": ["500/24000/30", "500/3500/2000"],
+    "rows": 200,
+    "rows_per_group": 10,
+    "groups": ["500/8000/30", "100/100/3000"],
     "template": 48,
     "max_tokens": 4096,
     "policies": ["batchgen", "depth-first"],

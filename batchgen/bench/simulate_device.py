@@ -64,6 +64,11 @@ def step_seconds(work: Work, m: ModelShape, d: DeviceRates) -> float:
     return linear + work.attention_flops(m) / flops + work.kv_bytes(m) / bandwidth + d.launch
 
 
+def hidden_tokens(d: DeviceRates, m: ModelShape) -> int:
+    """Query tokens of a step whose FLOPs in the layers take as long as reading their weights."""
+    return int(d.flops * d.compute_share * m.weight_bytes / (2 * d.bandwidth * d.memory_share))
+
+
 def limits(work: Work, m: ModelShape, d: DeviceRates) -> tuple[float, float]:
     """(T_seq, T_overlap): seconds to compute and then read, and to do both at once, launches left out."""
     compute, memory = work.flops(m) / (d.flops * d.compute_share), work.bytes(m) / (d.bandwidth * d.memory_share)

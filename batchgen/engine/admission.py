@@ -21,10 +21,13 @@ UNLIMITED = 1 << 30
 
 
 class AdmissionOrder:
-    """`next_row` is the position to admit next, None when all rows are in; `take` admits it."""
+    """`next_row` is the position to admit next, None when all rows are in; `take` admits it.
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
+    hidden_tokens: query tokens of a step whose FLOPs take no longer than the reading of all weights.
+    """
+
+    def __init__(self, window: Window, hidden_tokens: int = 0) -> None:
+        self.window, self.hidden_tokens = window, hidden_tokens
         n = len(window)
         starts = np.zeros(min(n, 1), np.int64) if window.unit_starts is None else window.unit_starts
         self._starts = starts
@@ -33,6 +36,7 @@ class AdmissionOrder:
         self._previous_smaller = _previous_smaller(window.shared_blocks)
         self._computed = window.lengths - window.num_cached()
         self.num_tokens = self.tokens_left = int(self._computed.sum())
+        self._is_light = self._computed * n <= self.num_tokens  # no more to compute than the mean
         self.num_taken = 0  # rows
         self._num_done = self._num_steps = 0
         self._has_room = True
@@ -70,14 +74,26 @@ class AdmissionOrder:
             self._end, self._begin = self._begin, row
         self._back = row + 1
 
-    def pace(self, num_behind: int) -> int:
-        """Prompt tokens that the next step should compute at most, so that they last as long as the decodes do.
+    def pace(self, num_behind: int, decoding: np.ndarray, left: np.ndarray) -> int:
+        """Prompt tokens that the next step should compute at most.
 
-        Only for a window in the order of cost, and not while there is room for rows of the back, whose decodes the step
-        is short of. num_behind: prompt tokens that running requests have yet to compute.
+        Only for a window in the order of cost. With little room, so many that they last as long as the decodes do. With
+        room, all that the rows of the back want, whose decodes the step is short of; then, for the prompts of the front, no
+        more than what hides behind the reading of weights that the back's decodes wait for anyway, or than what lets them
+        hide all of it.
+        num_behind: prompt tokens that running requests have yet to compute; decoding: [D] rows of those with one token to
+        compute, and left: [D] how many each may still take.
         """
-        if self.window.unit_starts is None or (self._has_room and self.next_row != self.front):
+        row = self.next_row
+        if self.window.unit_starts is None:
             return UNLIMITED
+        if self._has_room and row != self.front:
+            if len(decoding) >= self.hidden_tokens or (row is not None and self._is_light[row]):
+                return UNLIMITED
+            left = left[self._is_light[decoding]]
+            if not len(left):
+                return UNLIMITED
+            return max(MIN_PACE, self.hidden_tokens - len(decoding), (self.tokens_left + num_behind) // int(left.max()))
         steps_left = (len(self.window) - self._num_done) * self._num_steps / max(1, self._num_done)
         return max(MIN_PACE, int((self.tokens_left + num_behind) / max(1.0, steps_left)))
 

@@ -85,7 +85,7 @@ class Scheduler:
             config.max_running_requests, min(longest, config.max_model_len), config.max_tokens, pool.block_size
         )
         self.stats = SchedulerStats()
-        self.order = AdmissionOrder(window)
+        self.order = AdmissionOrder(window, config.hidden_tokens)
         self._budget_left = config.max_num_batched_tokens  # for rows that come in with this step
         self.waiting: list[Candidate] = []  # heap in plan order
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
@@ -299,7 +299,9 @@ class Scheduler:
         grants = np.zeros(len(behind), np.int32)
         decodes = np.flatnonzero(behind == 1)[:budget]
         grants[decodes] = 1
-        budget = min(budget - len(decodes), self.order.pace(int(behind[behind > 1].sum())))
+        decoding = s.running[decodes]
+        left = s.max_tokens[decoding] - s.num_tokens[decoding]
+        budget = min(budget - len(decodes), self.order.pace(int(behind[behind > 1].sum()), s.position[decoding], left))
         for r in np.flatnonzero(behind > 1).tolist():
             grants[r] = min(int(behind[r]), budget)
             budget -= int(grants[r])

@@ -7,6 +7,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from batchgen_kernels.prefix_cost import hardware_of
 
 from batchgen.errors import UsageError
 from batchgen.records import Window
@@ -14,6 +15,7 @@ from batchgen.records import Window
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_MEMORY_SHARE = 0.5  # of what is available after the weights
 GPU_MEMORY_SHARE = 0.85
+GPU_FLOPS_SHARE, GPU_BANDWIDTH_SHARE = 0.55, 0.8  # of the data sheet, that large steps are known to reach
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 8192
 CPU_RUNNING, GPU_RUNNING = 128, 1024
 
@@ -55,6 +57,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """auto is the model's own dtype; fp8 is float8_e4m3fn with a scale for each token and head."""
     return dtype if name == "auto" else torch.float8_e4m3fn
+
+
+def hidden_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Query tokens of a step whose FLOPs take no longer than the reading of all weights; next to none on a CPU."""
+    if device.type == "cpu":
+        return 0
+    h = hardware_of(device)
+    flops = GPU_FLOPS_SHARE * h.flops[max(2, dtype.itemsize)]
+    return int(flops * dtype.itemsize / (2 * GPU_BANDWIDTH_SHARE * h.bandwidth))
 
 
 def prepare_cpu(threads: int | str) -> int:

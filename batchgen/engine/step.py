@@ -49,6 +49,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     prefix_cache: bool = True
     prefix_groups: bool = True
+    hidden_tokens: int = 0  # query tokens of a step that take no longer than the reading of all weights
     output_reserve: float = 1.0  # share of the expected growth that admission keeps free
 
 

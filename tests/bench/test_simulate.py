@@ -9,7 +9,7 @@ from fake_device import expected_output, run, window_of
 
 from batchgen.bench.lru_pool import LruBlockPool
 from batchgen.bench.simulate import POLICIES, Group, SimulatedJob, main, simulate
-from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, least_work, limits, step_seconds
+from batchgen.bench.simulate_device import DEVICES, MODELS, DeviceRates, hidden_tokens, least_work, limits, step_seconds
 from batchgen.engine.step import SchedulerConfig
 from batchgen.plan.work import ModelShape, Work
 
@@ -118,3 +118,13 @@ def test_last_line_is_json(capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["speedup_vs_arrival"] > 0 and 0 < result["share_of_overlapped_limit"] <= 1
     assert result["recomputed_tokens"] == 0 and set(result["policies"]) == {"batchgen", "sorted", "arrival"}
+
+
+def test_documents_are_computed_behind_long_answers():
+    """A mixed job: half of the rows are heavy to prefill, half to decode."""
+    job = SimulatedJob(80, 10, (Group(300, 4000, 20.0), Group(60, 60, 400.0)), 600, template=16)
+    model, device = MODELS["8b"], DEVICES["h100"]
+    config = SchedulerConfig(8192, 1024, 8192, 600, eos_token_ids=frozenset([1]), hidden_tokens=hidden_tokens(device, model))
+    mixed, plain = (simulate(job, POLICIES[p], model, device, 200_000, config)[0] for p in ("batchgen", "depth-first"))
+    assert mixed.prefill_computed == plain.prefill_computed and mixed.preemptions == 0
+    assert plain.seconds >= 1.2 * mixed.seconds
