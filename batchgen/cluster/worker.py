@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from batchgen.answering import EngineResult, Portion, answer
 from batchgen.cluster.environment import ArrayTask, batch_job
 from batchgen.cluster.leases import PATIENCE, Leases
@@ -27,6 +29,7 @@ from batchgen.data.part_store import PartStore
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.workers import AllAnswers
 from batchgen.data.writer import PartWriter
+from batchgen.engine.sizing import choose_device
 from batchgen.errors import Interrupted, UsageError
 from batchgen.job import Job
 from batchgen.plan.shards import units_of_task
@@ -45,6 +48,11 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
     parent: id of the process that this one is not to outlive.
     """
     progress = progress or Progress()
+    if (replicas := num_replicas(job)) > 1:
+        raise UsageError(
+            f"engine.replicas: {replicas} with --shard: a task is one worker; start {replicas} times as many tasks, "
+            "with one GPU each, or set it to 1"
+        )
     with StopSignals() as stop:
         progress.phase("open")
         folder = RunFolder(job.output.path)  # not entered: its lock is for those who change what all share
@@ -160,6 +168,14 @@ class Worker:
             "figures": asdict(self.result) if self.result else None,
         }
         write_atomically(self.store.path / "worker.json", lambda file: file.write(json.dumps(about, indent=2).encode()))
+
+
+def num_replicas(job: Job) -> int:
+    """auto: a GPU each, or one on a CPU."""
+    if job.engine.replicas != "auto":
+        return job.engine.replicas
+    device = choose_device(job.engine.device)
+    return torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
 
 
 def patience() -> float:
