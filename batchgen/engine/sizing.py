@@ -68,9 +68,14 @@ def hidden_tokens(device: torch.device, dtype: torch.dtype) -> int:
     return int(flops * dtype.itemsize / (2 * GPU_BANDWIDTH_SHARE * h.bandwidth))
 
 
+def num_threads(threads: int | str) -> int:
+    """auto: the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if threads == "auto" else int(threads)
+
+
 def prepare_cpu(threads: int | str) -> int:
-    """Set torch's threads (auto: the cores this process may use), and keep freed memory in the process."""
-    count = len(os.sched_getaffinity(0)) if threads == "auto" else int(threads)
+    """Set torch's threads and keep freed memory in the process."""
+    count = num_threads(threads)
     torch.set_num_threads(count)
     # glibc returns large blocks to the kernel at once, and each step would fault its activations in again: 10 to 25 % of
     # a small model's step. M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); other C libraries have no mallopt.
@@ -111,9 +116,10 @@ def choose_size(
     max_tokens: int,
     num_samples: int,
     more_follow: bool = False,
+    largest: int | None = None,
 ) -> EngineSize:
     """Fit the pool into `kv_memory` bytes (auto: a share of what is free), but make it no larger than is of use for
-    `window`; with more_follow, other windows may use more.
+    `window`; with more_follow, for any window, or for those of at most `largest` blocks of prompts.
 
     Raises UsageError if not even one block fits.
     """
@@ -131,8 +137,10 @@ def choose_size(
         raise UsageError(
             f"engine.kv_memory: {what} ({memory} bytes) holds {fits} KV blocks of {block_bytes} bytes; at least 2 are needed"
         )
-    if more_follow:
+    if more_follow and largest is None:
         useful = fits + 1
+    elif more_follow and largest is not None:
+        useful = largest + running * (-(-max_tokens // window.block_size) + 1) + 1
     num_blocks = min(fits, useful)
     reason = "all that this job can use" if useful <= fits else ("free memory" if kv_memory == "auto" else "as asked")
     return EngineSize(num_blocks, budget, running, num_blocks * block_bytes, reason)
