@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from batchgen_kernels import select_ops
 
+from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
@@ -61,6 +62,7 @@ def answer(
     chosen: np.ndarray | None,
     progress: Progress,
     stop: StopSignals,
+    checkpoint: Checkpoint,
 ) -> EngineResult:
     """Answer every row without an answer, or those at the positions `chosen` ([k] int64, of --only), window by window, and
     hand the answers to the writer, row by row.
@@ -76,6 +78,7 @@ def answer(
         if store is not known:
             known = store
             owed_rows = expect_answers(inputs, tokens, store, writer, chosen)
+            checkpoint.forget_answered(writer.rows, writer.ledger.is_answered)
         owed = first + np.flatnonzero(np.isin(store.rows[first:end], owed_rows))
         faults = store.faults(owed)
         for i, fault in faults.items():
@@ -91,7 +94,7 @@ def answer(
         began = time.perf_counter()
         with stop.deferred():
             num_answered = answer_window(
-                distinct, n, job.sampling.n, store, loaded, writer, meter,
+                distinct, n, job.sampling.n, store, loaded, writer, checkpoint, meter,
                 lambda: stop.received is not None or tokens.failed,
             )  # fmt: skip
             writer.commit()
@@ -100,6 +103,7 @@ def answer(
         result.num_repeated += num_answered - len(distinct.window) * n
         result.num_prompt_tokens += int(store.lengths[distinct.entries].sum(dtype=np.int64)) * job.sampling.n
         del distinct  # before the next window is planned
+    checkpoint.remove()
     result.num_planned = meter.num_planned
     if loaded is not None:
         result.engine = loaded.engine
@@ -129,18 +133,34 @@ def answer_window(
     store: TokenStore,
     loaded: Loaded,
     writer: PartWriter,
+    checkpoint: Checkpoint,
     meter: Meter,
     should_stop: Callable[[], bool],
 ) -> int:
     """Compute `n` samples of each row of the window; every row gets `num_samples` answers. Returns how many were given."""
     window, detokenizer = distinct.window, loaded.detokenizer
+    at = writer.rows.index(store.rows[window.index])
+    keys, hashes = writer.rows.keys[at], writer.rows.prompt_hashes[at]
+    resumed = checkpoint.take(keys, hashes, n, loaded.scheduler_config.max_tokens)
+    meter.resumed(resumed.values())
+    samples: dict[int, list[Completion]] = {}
+    scheduler: Scheduler | None = None
 
-    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
+    def save() -> None:
+        if scheduler is not None:
+            writer.commit()  # what has ended is not in the checkpoint, so it must be in a part
+            # A sample whose row waits for others: computing its last token again ends it again
+            ended = {(p, one.sample_index): one.token_ids[:-1] for p, of_row in samples.items() for one in of_row}
+            checkpoint.save(keys, hashes, scheduler.unfinished() | ended)
+
+    def after_step(step: StepPlan, its_scheduler: Scheduler) -> None:
+        nonlocal scheduler
+        scheduler = its_scheduler
         meter.step(step, scheduler)
         writer.commit_if_due()
+        checkpoint.save_if_due(save)
 
     num_answered = 0
-    samples: dict[int, list[Completion]] = {}
     for finished in loaded.engine.generate(
         window,
         loaded.scheduler_config,
@@ -149,6 +169,7 @@ def answer_window(
         hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
         should_stop=should_stop,
         on_step=after_step,
+        resumed=resumed,
     ):
         position = finished.position
         of_row = samples.setdefault(position, [])
@@ -160,6 +181,8 @@ def answer_window(
                 writer.add(*answers)
                 num_answered += len(answers)
             del samples[position]
+    if scheduler is not None and not scheduler.done:  # it was stopped
+        save()
     return num_answered
 
 
@@ -252,6 +275,10 @@ class Meter:
         self.num_planned += window.num_computed()
         self.progress.phase("run", self.num_planned + self.num_requests * self.max_tokens)
         self.progress.update(self.num_tokens)
+
+    def resumed(self, token_ids: Collection[np.ndarray]) -> None:
+        if token_ids:
+            self.progress.say(f"going on with {len(token_ids)} unfinished answers of {sum(map(len, token_ids)):,} tokens")
 
     def step(self, step: StepPlan, scheduler: Scheduler) -> None:
         counts = scheduler.stats

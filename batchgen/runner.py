@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.answering import EngineResult, answer
+from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import open_reader
@@ -69,7 +70,10 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                             f"going on in {folder.path}: {len(writer.finished())}{of} rows are done"
                             + ("; the input has changed since" if folder.input_has_changed else "")
                         )
-                    result = answer(inputs, tokens, writer, chosen, progress, stop)
+                    checkpoint = Checkpoint(folder.path, prints, output.checkpoint_seconds, ignore=only is not None)
+                    if checkpoint.fault is not None:
+                        progress.say(checkpoint.fault)
+                    result = answer(inputs, tokens, writer, chosen, progress, stop, checkpoint)
                     rows = writer.rows
             if only is not None:
                 folder.end_rerun()
@@ -95,7 +99,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
     """The figures of this run, for summary.json and for the last lines on the screen."""
     engine = result.engine
     counts = engine.stats.counts if engine else None
-    prompt, output = result.num_prompt_tokens, counts.num_output if counts else 0
+    prompt, output = result.num_prompt_tokens, max(0, counts.num_output - counts.num_resumed) if counts else 0
     run_seconds = max(seconds.get("run", 0.0), 1e-9)
     return {
         "rows": {
@@ -111,6 +115,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
             "cached": counts.num_cached if counts else 0,
             "recomputed": counts.num_recomputed if counts else 0,
             "output": output,
+            "resumed": counts.num_resumed if counts else 0,
             "saved_predicted": 1 - result.num_planned / prompt if prompt else 0.0,
             "saved_achieved": 1 - counts.num_prefill / prompt if counts and prompt else 0.0,
             "kv_read": counts.num_kv_read if counts else 0,
