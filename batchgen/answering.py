@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from batchgen_kernels import select_ops
 
+from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
@@ -73,6 +74,7 @@ def answer(
     writer: PartWriter,
     progress: Progress,
     stop: StopSignals,
+    checkpoint: Checkpoint,
     give_up: Callable[[], bool] = lambda: False,
 ) -> EngineResult:
     """Answer what each of `portions` owes, and hand the answers to the writer, row by row. When the next portion is asked
@@ -100,7 +102,7 @@ def answer(
         began = time.perf_counter()
         with stop.deferred():
             num_answered = answer_window(
-                distinct, n, job.sampling.n, store, loaded, writer, meter,
+                distinct, n, job.sampling.n, store, loaded, writer, checkpoint, meter,
                 lambda: stop.received is not None or give_up(),
             )  # fmt: skip
             writer.commit()
@@ -109,6 +111,7 @@ def answer(
         result.num_repeated += num_answered - len(distinct.window) * n
         result.num_prompt_tokens += int(store.lengths[distinct.entries].sum(dtype=np.int64)) * job.sampling.n
         del distinct  # before the next window is planned
+    checkpoint.remove()
     result.num_planned = meter.num_planned
     if loaded is not None:
         engine = loaded.engine
@@ -120,7 +123,12 @@ def answer(
 
 
 def owed_windows(
-    inputs: Inputs, folder: RunFolder, tokens: TokensInMaking, writer: PartWriter, chosen: np.ndarray | None
+    inputs: Inputs,
+    folder: RunFolder,
+    tokens: TokensInMaking,
+    writer: PartWriter,
+    checkpoint: Checkpoint,
+    chosen: np.ndarray | None,
 ) -> Iterator[Portion]:
     """The windows of a job of one process: every row without an answer, or those at the positions `chosen` ([k] int64, of
     --only)."""
@@ -129,6 +137,7 @@ def owed_windows(
         if store is not known:
             known = store
             owed_rows = expect_answers(inputs, folder, tokens, store, writer, chosen)
+            checkpoint.forget_answered(writer.rows, writer.ledger.is_answered)
         more_follow = tokens.num_rows is None or end < tokens.num_rows
         yield Portion(store, first + np.flatnonzero(np.isin(store.rows[first:end], owed_rows)), more_follow)
 
@@ -159,18 +168,34 @@ def answer_window(
     store: TokenStore,
     loaded: Loaded,
     writer: PartWriter,
+    checkpoint: Checkpoint,
     meter: Meter,
     should_stop: Callable[[], bool],
 ) -> int:
     """Compute `n` samples of each row of the window; every row gets `num_samples` answers. Returns how many were given."""
     window, detokenizer = distinct.window, loaded.detokenizer
+    at = writer.rows.index(store.rows[window.index])
+    keys, hashes = writer.rows.keys[at], writer.rows.prompt_hashes[at]
+    resumed = checkpoint.take(keys, hashes, n, loaded.scheduler_config.max_tokens)
+    meter.resumed(resumed.values())
+    samples: dict[int, list[Completion]] = {}
+    scheduler: Scheduler | None = None
 
-    def after_step(step: StepPlan, scheduler: Scheduler) -> None:
+    def save() -> None:
+        if scheduler is not None:
+            writer.commit()  # what has ended is not in the checkpoint, so it must be in a part
+            # A sample whose row waits for others: computing its last token again ends it again
+            ended = {(p, one.sample_index): one.token_ids[:-1] for p, of_row in samples.items() for one in of_row}
+            checkpoint.save(keys, hashes, scheduler.unfinished() | ended)
+
+    def after_step(step: StepPlan, its_scheduler: Scheduler) -> None:
+        nonlocal scheduler
+        scheduler = its_scheduler
         meter.step(step, scheduler)
         writer.commit_if_due()
+        checkpoint.save_if_due(save)
 
     num_answered = 0
-    samples: dict[int, list[Completion]] = {}
     for finished in loaded.engine.generate(
         window,
         loaded.scheduler_config,
@@ -179,6 +204,7 @@ def answer_window(
         hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
         should_stop=should_stop,
         on_step=after_step,
+        resumed=resumed,
     ):
         position = finished.position
         of_row = samples.setdefault(position, [])
@@ -190,6 +216,8 @@ def answer_window(
                 writer.add(*answers)
                 num_answered += len(answers)
             del samples[position]
+    if scheduler is not None and not scheduler.done:  # it was stopped
+        save()
     return num_answered
 
 
@@ -298,6 +326,10 @@ class Meter:
         self.num_planned += window.num_computed()
         self.progress.phase("run", self.num_planned + self.num_requests * self.max_tokens)
         self.progress.update(self.num_tokens)
+
+    def resumed(self, token_ids: Collection[np.ndarray]) -> None:
+        if token_ids:
+            self.progress.say(f"going on with {len(token_ids)} unfinished answers of {sum(map(len, token_ids)):,} tokens")
 
     def step(self, step: StepPlan, scheduler: Scheduler) -> None:
         counts = scheduler.stats

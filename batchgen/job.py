@@ -238,6 +238,12 @@ class OutputSection(Section):
     commit_seconds: float = Field(
         30.0, gt=0, le=86_400, description="Commit after so many seconds, if there is anything to commit"
     )
+    checkpoint_seconds: float | None = Field(
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Save the tokens of unfinished answers at most so often; null saves whole answers only",
+    )
     max_failed_rows: FailedRows = Field(
         None, description="Stop when more rows have failed: a number, or a share of all rows such as 5%; null never stops"
     )

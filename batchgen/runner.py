@@ -17,6 +17,7 @@ from batchgen.cluster.owed import missing_rows, owed_units
 from batchgen.cluster.replicas import run_replicas
 from batchgen.cluster.units import read_units
 from batchgen.cluster.worker import num_replicas
+from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import open_reader
@@ -82,8 +83,11 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                         result = run_replicas(inputs, folder, store, writer, progress, stop)
                         tell_adopted(writer, progress)
                     else:
-                        portions = owed_windows(inputs, folder, tokens, writer, chosen)
-                        result = answer(inputs, folder, portions, writer, progress, stop, lambda: tokens.failed)
+                        checkpoint = Checkpoint(folder.path, prints, output.checkpoint_seconds, ignore=only is not None)
+                        if checkpoint.fault is not None:
+                            progress.say(checkpoint.fault)
+                        portions = owed_windows(inputs, folder, tokens, writer, checkpoint, chosen)
+                        result = answer(inputs, folder, portions, writer, progress, stop, checkpoint, lambda: tokens.failed)
                     rows = writer.rows
             if only is not None:
                 folder.end_rerun()
@@ -117,7 +121,7 @@ def with_prompts(store: TokenStore, rows: np.ndarray) -> tuple[np.ndarray, int]:
 def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, float]) -> dict[str, Any]:
     """The figures of this run, for summary.json and for the last lines on the screen."""
     counts = result.counts
-    prompt, output = result.num_prompt_tokens, counts.num_output
+    prompt, output = result.num_prompt_tokens, max(0, counts.num_output - counts.num_resumed)
     run_seconds = max(seconds.get("run", 0.0), 1e-9)
     return {
         "rows": {
@@ -133,6 +137,7 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
             "cached": counts.num_cached,
             "recomputed": counts.num_recomputed,
             "output": output,
+            "resumed": counts.num_resumed,
             "saved_predicted": 1 - result.num_planned / prompt if prompt else 0.0,
             "saved_achieved": 1 - counts.num_prefill / prompt if prompt else 0.0,
             "kv_read": counts.num_kv_read,

@@ -42,14 +42,19 @@ def window_of(prompts: list[np.ndarray], block_size: int, sort: bool = True) -> 
 
 
 def run(
-    window: Window, config: SchedulerConfig, num_blocks: int, pool_class: type[BlockPool] = BlockPool, ahead: int = 0
+    window: Window,
+    config: SchedulerConfig,
+    num_blocks: int,
+    pool_class: type[BlockPool] = BlockPool,
+    ahead: int = 0,
+    resumed: dict[tuple[int, int], np.ndarray] | None = None,
 ) -> tuple[dict[tuple[int, int], Finished], Scheduler]:
     """Drive a scheduler to the end; checks the pool after every step and every read. Keys: (row in file, sample).
 
     ahead: steps that are scheduled, and computed by the device, before the host sees the tokens of one.
     """
     pool = pool_class(num_blocks, window.block_size)
-    scheduler = Scheduler(config, pool, window)
+    scheduler = Scheduler(config, pool, window, resumed=resumed)
     state, block_size = scheduler.state, window.block_size
     memory = np.full((num_blocks, block_size), STALE, np.int64)
     sequences: dict[int, list[int]] = {}  # admission -> its tokens, as far as the device knows them

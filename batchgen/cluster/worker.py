@@ -24,10 +24,11 @@ from batchgen.cluster.environment import ArrayTask, batch_job
 from batchgen.cluster.leases import PATIENCE, Leases
 from batchgen.cluster.units import Units, require_units
 from batchgen.data.budget import ErrorBudget
+from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.durable import explain_os_errors, write_atomically
 from batchgen.data.part_store import PartStore
 from batchgen.data.run_folder import RunFolder
-from batchgen.data.workers import AllAnswers
+from batchgen.data.workers import AllAnswers, worker_stores
 from batchgen.data.writer import PartWriter
 from batchgen.engine.sizing import choose_device
 from batchgen.errors import Interrupted, UsageError
@@ -58,7 +59,8 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
         folder = RunFolder(job.output.path)  # not entered: its lock is for those who change what all share
         units = require_units(folder.path)
         inputs = open_inputs(job)
-        folder.check_prepared(job_fingerprint(inputs))
+        prints = job_fingerprint(inputs)
+        folder.check_prepared(prints)
         store = TokenStore.open(folder.path / "tokens.arrow")
         rows, output = job_rows(store), job.output
         own = units_of_task(units.costs, task.index, task.count)
@@ -70,13 +72,18 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
             leases = Leases(folder.path, worker.name, len(units), patience())
             answers = AllAnswers(folder.path, rows)
             max_failed = output.max_failed(store.num_rows)
+            others = [other.path for other in worker_stores(folder.path) if other.path != worker.store.path]
+            checkpoint = Checkpoint(worker.store.path, prints, output.checkpoint_seconds, others=[folder.path, *others])
+            if checkpoint.fault is not None:
+                progress.say(checkpoint.fault)
+            checkpoint.forget_answered(rows, answers.look().is_answered)
             with (
                 leases.beating(end_with(parent)),
                 PartWriter(worker.store, rows, output.commit_rows, output.commit_seconds, output.compression) as writer,
             ):
                 writer.on_commit = worker.count
                 portions = claimed_units(leases, own, units, store, answers, writer, max_failed, job.engine.block_size)
-                worker.result = answer(inputs, folder, portions, writer, progress, stop)
+                worker.result = answer(inputs, folder, portions, writer, progress, stop, checkpoint)
             progress.close()
         progress.say(
             f"worker {worker.name}: {worker.num_answered} answers; `batchgen merge {folder.path}` when all have ended"

@@ -7,7 +7,7 @@ it schedules the next step before it waits for the tokens of the last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -76,14 +76,15 @@ class Engine:
         hits_stop: Callable[[np.ndarray], bool] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepPlan, Scheduler], None] | None = None,
+        resumed: Mapping[tuple[int, int], np.ndarray] | None = None,
     ) -> Iterator[Finished]:
         """Answer every row of `window`; yields in finishing order.
 
         row_keys: [n] uint64 by position in the window. should_stop is asked before each step; once true, the generator
-        ends and the running requests are dropped (the caller commits what has finished).
+        ends and the running requests are dropped (the caller commits what has finished). resumed: see Scheduler.
         """
         pool = BlockPool(self.num_blocks, self.block_size)
-        scheduler = Scheduler(config, pool, window, self.group_rule)
+        scheduler = Scheduler(config, pool, window, self.group_rule, resumed)
         scheduler.stats = self.stats.counts
         state, seconds = scheduler.state, self.stats.seconds
         runner = ModelRunner(self.model, self.kv_cache, self.ops, state, sampling, row_keys, self.device, seconds)

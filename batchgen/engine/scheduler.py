@@ -16,7 +16,7 @@ preempted one loses a token that was not seen.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,11 +73,17 @@ class Scheduler:
     """Drives one window through one pool. `schedule`, and `update` once a step or later, in their order, until `done`;
     take_rejected after each `schedule`.
 
-    group_rule chooses the shared-prefix groups of a step.
+    group_rule chooses the shared-prefix groups of a step. resumed: (position, sample) -> tokens that an earlier run has
+    generated ([n] int32, 0 < n < max_tokens); they come back as those do that were preempted.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, window: Window, group_rule: GroupRule = spares_enough_reads
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        window: Window,
+        group_rule: GroupRule = spares_enough_reads,
+        resumed: Mapping[tuple[int, int], np.ndarray] | None = None,
     ) -> None:
         self.config, self.pool, self.window, self.group_rule = config, pool, window, group_rule
         longest = int(window.lengths.max(initial=1)) + config.max_tokens
@@ -90,6 +96,7 @@ class Scheduler:
         self.waiting: list[Candidate] = []  # heap in plan order
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
+        self.resumed = dict(resumed or {})  # those whose turn has not come
         self._last_matched = -1  # position of the prompt that was looked up last
         self._copies: list[tuple[int, int, int]] = []  # (slot, source, destination) for the next step
         none = np.empty(0, np.int32)
@@ -111,6 +118,13 @@ class Scheduler:
         """Rows found since the last call that can never fit."""
         rejected, self.rejected = self.rejected, []
         return rejected
+
+    def unfinished(self) -> dict[tuple[int, int], np.ndarray]:
+        """(position, sample) -> its tokens so far ([n] int32, n > 0), of every request that has some and is not done."""
+        s = self.state
+        waiting = {(c.position, c.first_sample): c.outputs for c in self.waiting}
+        running = {(int(s.position[i]), int(s.sample_index[i])): s.outputs(i).copy() for i in s.running.tolist()}
+        return {key: ids for key, ids in (self.resumed | waiting | running).items() if len(ids)}
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (then see take_rejected and done)."""
@@ -417,7 +431,7 @@ class Scheduler:
                 continue
             known = np.concatenate([prompt, candidate.outputs])
             hit = matched[: (len(known) - 1) // block_size]
-            num_samples = min(candidate.num_samples, s.num_free_slots)
+            num_samples = min(self._at_once(candidate), s.num_free_slots)
             need = -(-len(known) // block_size) + (num_samples - 1) * (len(known) % block_size > 0) - len(hit)
             private = max(0, -(-len(known) // block_size) - int(self._common[candidate.position]))
             left = -(-limit // block_size) - -(-len(known) // block_size)
@@ -462,7 +476,19 @@ class Scheduler:
         if self.waiting:
             return self.waiting[0]
         row = self.order.next_row
-        return None if row is None else Candidate(row, 0, self.config.num_samples, self.order.uses(row)[1])
+        return None if row is None else self._candidate(row, 0, self.config.num_samples, self.order.uses(row)[1])
+
+    def _candidate(self, position: int, first: int, num_samples: int, num_expected: int) -> Candidate:
+        candidate = Candidate(position, first, num_samples, num_expected)
+        candidate.outputs = self.resumed.get((position, first), candidate.outputs)
+        return candidate
+
+    def _at_once(self, candidate: Candidate) -> int:
+        """How many of its samples may come in with one computation of the prompt: one that has tokens comes alone."""
+        if len(candidate.outputs):
+            return 1
+        samples = range(candidate.first_sample, candidate.first_sample + candidate.num_samples)
+        return next((i for i, s in enumerate(samples) if (candidate.position, s) in self.resumed), len(samples))
 
     def _take(self, candidate: Candidate, num_samples: int) -> None:
         """Remove `candidate` from the queue; samples beyond `num_samples` wait as a candidate of their own."""
@@ -470,10 +496,11 @@ class Scheduler:
             heapq.heappop(self.waiting)
         else:
             self.order.take()
+        self.stats.num_resumed += len(self.resumed.pop((candidate.position, candidate.first_sample), ()))
         if num_samples < candidate.num_samples:
             first, rest = candidate.first_sample + num_samples, candidate.num_samples - num_samples
             num_full = int(self.window.lengths[candidate.position]) // self.pool.block_size
-            heapq.heappush(self.waiting, Candidate(candidate.position, first, rest, num_full))
+            heapq.heappush(self.waiting, self._candidate(candidate.position, first, rest, num_full))
 
     def _enter(
         self, candidate: Candidate, num_samples: int, known: np.ndarray, num_prompt: int, limit: int, hit: np.ndarray

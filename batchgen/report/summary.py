@@ -18,7 +18,8 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
     if tokens["prompt"]:
         lines += [
             f"tokens    {tokens['prompt']:,} prompt, of them {tokens['computed']:,} computed and "
-            f"{tokens['cached']:,} shared; {tokens['output']:,} generated",
+            f"{tokens['cached']:,} shared; {tokens['output']:,} generated"
+            + (f" on top of {tokens['resumed']:,} of the run before" if tokens["resumed"] else ""),
             f"prefix    {tokens['saved_predicted']:.1%} of prompt tokens saved as planned, "
             f"{tokens['saved_achieved']:.1%} achieved; "
             f"key/value reads {1 - tokens['kv_read'] / max(tokens['kv_visible'], 1):.1%} fewer than unshared",

@@ -63,11 +63,15 @@ class Scene:
 
     def run(self, **faults: object) -> Result:
         settings = {"folder": str(self.out), **faults} if faults else None
-        return self.server.run("run", self.job, cwd=self.here, faults=settings)
+        # the tokens of unfinished answers are saved in every step of one scenario, in no other
+        seconds = "1.0e-9" if self.scenario == "changed" else "null"
+        command = ["run", self.job, "--set", f"output.checkpoint_seconds={seconds}"]
+        return self.server.run(*command, cwd=self.here, faults=settings)
 
     def prepare(self, scenario: str) -> None:
         """fresh: no folder. finished: a whole one. changed: that of an earlier state of the input, with a torn record and
         the part that it was for."""
+        self.scenario = scenario
         shutil.rmtree(self.out, ignore_errors=True)
         if scenario == "finished":
             shutil.copytree(self.here / "finished", self.out)
@@ -143,6 +147,11 @@ def refuse_at(scene: Scene, scenario: str, point: str, fault: str) -> None:
 @pytest.mark.parametrize("point", QUICK_POINTS)
 def test_kill_9_at_a_point(point: str, scene: Scene) -> None:
     die_at(scene, "fresh", point)
+
+
+@pytest.mark.parametrize("point", ["checkpoint.arrow.tmp write 2 torn", "checkpoint.arrow rename 3 before"])
+def test_kill_9_while_unfinished_answers_are_saved(point: str, scene: Scene) -> None:
+    die_at(scene, "changed", point)
 
 
 def test_the_points_are_listed_in_the_docs(scene: Scene) -> None:
@@ -238,10 +247,12 @@ def test_kill_9_at_every_point(scenario: str, scene: Scene) -> None:
 def test_a_refusal_at_every_call(fault: str, scene: Scene) -> None:
     """refuse: each fsync and rename, once. full: each call that needs room, and then no room comes."""
     operations = {"fsync", "rename"} if fault == "refuse" else MAKES_LARGER
-    points = [p for p in scene.points("fresh") if p.endswith("before") and p.split()[-3] in operations]
-    for point in points:
-        refuse_at(scene, "fresh", point, fault)
-    print(f"\n{fault}: refused and resumed at {len(points)} calls")
+    for scenario, first in (("fresh", ""), ("changed", "checkpoint")):  # of the second, what the first has not
+        points = [p for p in scene.points(scenario) if p.endswith("before") and p.split()[-3] in operations]
+        points = [p for p in points if p.startswith(first)]
+        for point in points:
+            refuse_at(scene, scenario, point, fault)
+        print(f"\n{scenario}, {fault}: refused and resumed at {len(points)} calls")
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------------
@@ -267,7 +278,8 @@ The second table leaves out *after*, which to the disk is *before* the next call
 each is durable before the next, which only a power cut would show, is held by `test_the_order_of_durability`."""
 TITLES = {
     "fresh": "A new run: three commits and the merge",
-    "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, old results to replace",
+    "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, a checkpoint in each "
+    "step, old results to replace",
 }
 MEANING = {".": "the run folder", "..": "the folder that it is in"}
 

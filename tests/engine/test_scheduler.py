@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import fake_device as fake
 import numpy as np
 import pytest
@@ -59,6 +61,33 @@ def test_random_trees(seed: int, ahead: int) -> None:
     assert ahead or scheduler.stats.num_late == 0
     if num_blocks > 1000 and cfg.output_reserve == 1.0:
         assert scheduler.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_an_earlier_run_had_generated_is_gone_on_with(seed: int) -> None:
+    """Any samples of any rows come back with any number of their tokens: the answers are the same, and only the rest of
+    them is decoded."""
+    rng = np.random.default_rng(seed)
+    block_size = int(rng.choice([1, 4]))
+    prompts = random_prompts(rng, 20, block_size)
+    cfg = config(
+        max_num_batched_tokens=int(rng.choice([3, 64])),
+        max_running_requests=int(rng.choice([1, 3, 32])),
+        num_samples=int(rng.choice([1, 4])),
+        prefix_cache=bool(rng.random() < 0.8),
+        output_reserve=float(rng.choice([0.0, 1.0])),
+    )
+    window = fake.window_of(prompts, block_size)
+    resumed = {}
+    for position, sample in itertools.product(range(len(prompts)), range(cfg.num_samples)):
+        if rng.random() < 0.4:
+            whole = fake.expected_output(window.prompt(position), sample, cfg)
+            resumed[position, sample] = np.array(whole[: rng.integers(1, len(whole))], np.int32)
+    least = -(-(max(map(len, prompts)) + cfg.max_tokens) // block_size) + 1
+    results, scheduler = fake.run(window, cfg, least + int(rng.choice([0, 20, 1000])), resumed=resumed)
+    assert_right(prompts, results, cfg)
+    assert scheduler.stats.num_resumed == sum(map(len, resumed.values())) > 0
+    assert not scheduler.unfinished()
 
 
 def test_small_pools_do_preempt_and_change_nothing() -> None:
