@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ def images(folder: Path) -> list[bytes]:
 
 
 def workers(out: Path) -> dict[str, dict]:
+    time.sleep(0.02)  # tests poll this, and the workers need the processor
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("workers/*/worker.json"))}
 
 
