@@ -183,6 +183,7 @@ def together(known: Iterable[dict[str, Any]]) -> EngineResult:
 
 def _replica(job: Job, task: ArrayTask, gpu: str | None, log: str, parent: int) -> None:
     """The process of a replica."""
+    os.setsid()  # Ctrl-C reaches the run, which ends its replicas
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything asks for a GPU
     with open(log, "ab", buffering=0) as file:

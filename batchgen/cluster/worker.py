@@ -31,7 +31,7 @@ from batchgen.data.run_folder import RunFolder
 from batchgen.data.workers import AllAnswers, worker_stores
 from batchgen.data.writer import PartWriter
 from batchgen.engine.sizing import choose_device
-from batchgen.errors import Interrupted, UsageError
+from batchgen.errors import Interrupted, RunFolderError, UsageError
 from batchgen.job import Job
 from batchgen.plan.shards import units_of_task
 from batchgen.prompts import job_fingerprint, job_rows, open_inputs
@@ -61,7 +61,7 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
         inputs = open_inputs(job)
         prints = job_fingerprint(inputs)
         folder.check_prepared(prints)
-        store = TokenStore.open(folder.path / "tokens.arrow")
+        store = open_store(folder.path)
         rows, output = job_rows(store), job.output
         own = units_of_task(units.costs, task.index, task.count)
         with Worker(folder.path, task) as worker:
@@ -177,6 +177,14 @@ class Worker:
         write_atomically(self.store.path / "worker.json", lambda file: file.write(json.dumps(about, indent=2).encode()))
 
 
+def open_store(folder: Path) -> TokenStore:
+    """Raises RunFolderError if it is not there."""
+    try:
+        return TokenStore.open(folder / "tokens.arrow")
+    except FileNotFoundError:
+        raise RunFolderError(f"{folder}: tokens.arrow is not there; run `batchgen prepare` again") from None
+
+
 def num_replicas(job: Job) -> int:
     """auto: a GPU each, or one on a CPU."""
     if job.engine.replicas != "auto":
@@ -198,10 +206,13 @@ def patience() -> float:
 
 
 def end_with(parent: int | None) -> Callable[[], None]:
-    """A check that ends this process in order if it has another parent now."""
+    """A check that ends this process in order, once, if it has another parent now."""
+    told = False
 
     def check() -> None:
-        if parent is not None and os.getppid() != parent:
+        nonlocal told
+        if parent is not None and os.getppid() != parent and not told:
+            told = True
             os.kill(os.getpid(), signal.SIGTERM)
 
     return check
