@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -107,6 +108,37 @@ def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help=
         print(f"last commit at {datetime.datetime.fromtimestamp(s.last_commit_at).isoformat(' ', 'seconds')}")
     print(f"at work: {s.locked_by}" if s.locked_by else "nobody works on it")
     print(f"finished: {s.path / 'results'}" if s.is_finished else "not finished; run the same job file again to go on")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(
+    context: typer.Context,
+    job_file: JobFile,
+    array: Annotated[str, typer.Option("--array", metavar="N[%M]", help="How many tasks, and how many of them at a time")],
+    overrides: Overrides = None,
+    show_only: Annotated[bool, typer.Option("--print", help="Show the scripts and submit nothing")] = False,
+) -> None:
+    """Share a job among the tasks of a Slurm array: submits three jobs, prepare, answer (the array) and merge. Any other
+    option is sbatch's: batchgen submit JOB --array 8%4 -p gpu --gres=gpu:1 --time=4:00:00"""
+    if str(job_file).startswith("-"):
+        raise UsageError(f"{job_file}: the job file comes first: batchgen submit JOB --array {array} {job_file} ...")
+    from batchgen.job import load_job
+
+    job = load_job(job_file, overrides or [])
+    from batchgen.cluster import submit as slurm
+
+    folder = Path(job.output.path).absolute()
+    scripts = slurm.write_scripts(
+        job_file, overrides or [], folder, array, context.args, Path.cwd(), slurm.may_be_offline(job)
+    )
+    if show_only:
+        for part, text in scripts._asdict().items():
+            print(f"# ---- {folder}/submit/{part}.sh\n{text}")
+        print("# ---- how they are submitted\n" + "\n".join(slurm.by_hand(folder)))
+        return
+    for part, number in slurm.submit(scripts, folder):
+        print(f"{part} is job {number}: {folder}/submit/{part}.sh")
+    print(f"logs in {folder}/logs; how far it is: batchgen status {shlex.quote(job.output.path)}")
 
 
 @app.command()
