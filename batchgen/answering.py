@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +41,19 @@ class EngineResult:
     num_repeated: int = 0  # of them, those that are copies of another row's answer
     num_prompt_tokens: int = 0  # of the rows that went through the engine
     num_planned: int = 0  # prompt tokens that the plan said would be computed
-    engine: Engine | None = None
+    counts: SchedulerStats = field(default_factory=SchedulerStats)
+    seconds_in_steps: dict[str, float] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] | None = None  # see report/roofline.py
+
+
+class Portion(NamedTuple):
+    """Rows that are planned together."""
+
+    store: TokenStore
+    owed: np.ndarray  # [k] int64 entries of the store, increasing: those to be answered
+    more_follow: bool = True
+    largest: int | None = None  # blocks that the prompts of any portion take at most, where that is known
 
 
 class Loaded(NamedTuple):
@@ -56,43 +68,40 @@ class Loaded(NamedTuple):
 
 def answer(
     inputs: Inputs,
-    tokens: TokensInMaking,
+    folder: RunFolder,
+    portions: Iterator[Portion],
     writer: PartWriter,
-    chosen: np.ndarray | None,
     progress: Progress,
     stop: StopSignals,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> EngineResult:
-    """Answer every row without an answer, or those at the positions `chosen` ([k] int64, of --only), window by window, and
-    hand the answers to the writer, row by row.
+    """Answer what each of `portions` owes, and hand the answers to the writer, row by row. When the next portion is asked
+    for, the answers to the one before are committed. give_up: asked at every step whether to end it there.
 
-    A window is planned when its turn comes, so one is in memory at a time. The batch drains between two windows: a few
+    A portion is planned when its turn comes, so one is in memory at a time. The batch drains between two portions: a few
     hundred steps of a smaller batch against the hundred thousand rows of a window.
     """
     job = inputs.job
     result, meter = EngineResult(), Meter(inputs.max_tokens, progress)
     loaded: Loaded | None = None
-    seconds, known = 0.0, None
-    for store, first, end in entry_ranges(tokens):
-        if store is not known:
-            known = store
-            owed_rows = expect_answers(inputs, tokens, store, writer, chosen)
-        owed = first + np.flatnonzero(np.isin(store.rows[first:end], owed_rows))
+    seconds = 0.0
+    for store, owed, more_follow, largest in portions:
         faults = store.faults(owed)
         for i, fault in faults.items():
             writer.add(*(Completion(int(store.rows[i]), s, fault=fault) for s in range(job.sampling.n)))
         result.num_answered += len(faults) * job.sampling.n
         distinct, n = plan_requests(job, plan_rows(job, store, owed))
         if len(distinct.window) == 0:
+            writer.commit()
             continue
         if loaded is None:
-            more_follow = tokens.num_rows is None or end < tokens.num_rows
-            loaded = load_engine(inputs, writer.folder, distinct.window, n, more_follow, progress)
+            loaded = load_engine(inputs, folder, writer.store.path, distinct.window, n, more_follow, largest, progress)
         meter.window(distinct.window, n)
         began = time.perf_counter()
         with stop.deferred():
             num_answered = answer_window(
                 distinct, n, job.sampling.n, store, loaded, writer, meter,
-                lambda: stop.received is not None or tokens.failed,
+                lambda: stop.received is not None or give_up(),
             )  # fmt: skip
             writer.commit()
         seconds += time.perf_counter() - began
@@ -102,14 +111,35 @@ def answer(
         del distinct  # before the next window is planned
     result.num_planned = meter.num_planned
     if loaded is not None:
-        result.engine = loaded.engine
-        rates = calibrate(loaded.engine.device, loaded.engine.model.dtype, CALIBRATION_SHARE * seconds)
-        result.limits = roofline(*meter.work(loaded.engine.stats.counts), loaded.shape, rates, seconds)
+        engine = loaded.engine
+        result.counts, result.seconds_in_steps = engine.stats.counts, dict(engine.stats.seconds)
+        result.products = dict(engine.model.products)
+        rates = calibrate(engine.device, engine.model.dtype, CALIBRATION_SHARE * seconds)
+        result.limits = roofline(*meter.work(result.counts), loaded.shape, rates, seconds)
     return result
 
 
+def owed_windows(
+    inputs: Inputs, folder: RunFolder, tokens: TokensInMaking, writer: PartWriter, chosen: np.ndarray | None
+) -> Iterator[Portion]:
+    """The windows of a job of one process: every row without an answer, or those at the positions `chosen` ([k] int64, of
+    --only)."""
+    known = None
+    for store, first, end in entry_ranges(tokens):
+        if store is not known:
+            known = store
+            owed_rows = expect_answers(inputs, folder, tokens, store, writer, chosen)
+        more_follow = tokens.num_rows is None or end < tokens.num_rows
+        yield Portion(store, first + np.flatnonzero(np.isin(store.rows[first:end], owed_rows)), more_follow)
+
+
 def expect_answers(
-    inputs: Inputs, tokens: TokensInMaking, store: TokenStore, writer: PartWriter, chosen: np.ndarray | None
+    inputs: Inputs,
+    folder: RunFolder,
+    tokens: TokensInMaking,
+    store: TokenStore,
+    writer: PartWriter,
+    chosen: np.ndarray | None,
 ) -> np.ndarray:
     """[k] int64: positions of the rows of `store` that are to be answered now. Tells the writer who its rows are, and
     `status` how many there are."""
@@ -118,7 +148,7 @@ def expect_answers(
         writer.learn(job_rows(store))
     owed = np.setdiff1d(store.rows, writer.finished()) if chosen is None else chosen
     standing = writer.expect(owed, job.output.max_failed(tokens.num_rows or inputs.most_rows))
-    writer.folder.update_state({"num_rows": tokens.num_rows, **standing})
+    folder.update_state({"num_rows": tokens.num_rows, **standing})
     return owed
 
 
@@ -171,8 +201,20 @@ def fan_out(answers: list[Completion], row: int, num_samples: int) -> list[Compl
     return first + [replace(copied[0], sample_index=s) for s in range(len(first), num_samples)]
 
 
-def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_follow: bool, progress: Progress) -> Loaded:
-    """The engine, its pool sized for `window` with `n` samples of each row; with more_follow, for any window."""
+def load_engine(
+    inputs: Inputs,
+    folder: RunFolder,
+    place: Path,
+    window: Window,
+    n: int,
+    more_follow: bool,
+    largest: int | None,
+    progress: Progress,
+) -> Loaded:
+    """The engine, its pool sized for `window` with `n` samples of each row; with more_follow, for any of the portions.
+
+    place: a folder in which only this process writes.
+    """
     job = inputs.job
     progress.phase("load")
     device = choose_device(job.engine.device)
@@ -183,12 +225,15 @@ def load_engine(inputs: Inputs, folder: RunFolder, window: Window, n: int, more_
         ops = select_ops(job.engine.backend, device, job.engine.batch_invariant)
     except ValueError as error:
         raise UsageError(f"engine: {error}") from None
-    products, int8 = folder.state.get("products"), job.engine.dtype == "int8"
+    products, int8 = folder.products(), job.engine.dtype == "int8"
     model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, products, int8)
-    folder.update_state({"products": model.products})  # for the same bits when the run is resumed
+    agreed = products or folder.choose_products(model.products, place)
+    if not products and agreed != model.products:  # another worker chose first
+        del model
+        model = load_decoder(inputs.files, device, dtype, ops, inputs.max_model_len, agreed, int8)
     size = choose_size(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
-        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n, more_follow,
+        job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n, more_follow, largest,
     )  # fmt: skip
     engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
     progress.close()

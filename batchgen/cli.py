@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -59,8 +60,18 @@ def run(
             "KEYFILE: one id a line (without input.id_column: the column `row`)",
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|I/N",
+            help="Be worker I (from 0) of the N that share the job, in a folder that `batchgen prepare` has made; auto asks "
+            "Slurm, SGE, PBS, AWS Batch or Kubernetes. Then: batchgen merge",
+        ),
+    ] = None,
 ) -> None:
     """Answer every row of a job; go on where an earlier run of it stopped."""
+    if shard is not None and (restart or only is not None):
+        raise UsageError("--shard goes with neither --restart nor --only, which concern the whole job; run that without it")
     if restart and only is not None:
         raise UsageError("--restart begins with no answers, --only goes on from those that are there; give one of them")
     from batchgen.signals import StopSignals
@@ -73,9 +84,33 @@ def run(
             from batchgen.data.rerun import read_choice
 
             choice = None if only is None else read_choice(only)
+            from batchgen.cluster.environment import find_task, parse_shard
+            from batchgen.cluster.worker import run_shard
             from batchgen.runner import run_job
-        code = run_job(job, restart=restart, only=choice)
+
+            task = shard and (find_task(os.environ) if shard == "auto" else parse_shard(shard))
+        code = run_shard(job, task) if task else run_job(job, restart=restart, only=choice)
     raise typer.Exit(code)
+
+
+@app.command()
+def prepare(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option("--tasks", min=1, help="How many workers will share the job, about")] = 1,
+) -> None:
+    """Make a job ready for workers that share it (run --shard): fetch, tokenize and plan once. Needs no GPU."""
+    from batchgen.signals import StopSignals
+
+    with StopSignals(last=True) as stop:
+        with stop.deferred():
+            from batchgen.job import load_job
+
+            job = load_job(job_file, overrides or [])
+            from batchgen.cluster.prepare import prepare_job
+        words = shlex.join([str(job_file), *(word for one in overrides or [] for word in ("--set", one))])
+        for line in prepare_job(job, tasks, words):
+            print(line)
 
 
 @app.command()
@@ -152,10 +187,11 @@ def show(folder: Folder, rows: Annotated[int, typer.Option("-n", help="How many 
 
 @app.command()
 def merge(folder: Folder) -> None:
-    """Write results/ of a run again from its committed parts (`run` does it at its end)."""
+    """Write results/ of a run from its committed parts and those of its workers (`run` does it itself)."""
+    from batchgen.report.progress import Progress
     from batchgen.runner import merge_again
 
-    summary = merge_again(folder)
+    summary = merge_again(folder, Progress())
     print(f"{summary.num_answers} answers in {folder / 'results'}")
 
 

@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.answering import EngineResult, answer
+from batchgen.answering import EngineResult, answer, owed_windows
+from batchgen.cluster.owed import missing_rows, owed_units
+from batchgen.cluster.units import read_units
 from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import open_reader
 from batchgen.data.rerun import Choice, rows_to_rerun
 from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file, set_aside
+from batchgen.data.workers import adopt
 from batchgen.data.writer import PartWriter
 from batchgen.errors import CorruptRunError
 from batchgen.job import Job
@@ -47,7 +50,8 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
             resumed = only is None and folder.begin(job.model_dump(mode="json", by_alias=True), prints)
             folder.update_state({"num_samples": job.sampling.n, "finished": False})
             with stored_tokens(inputs, folder, progress) as tokens:
-                store, output = tokens.head() if only is None else tokens.whole(), job.output
+                is_shared = only is not None or (folder.path / "workers").is_dir()
+                store, output = tokens.whole() if is_shared else tokens.head(), job.output
                 with PartWriter(
                     folder, job_rows(store), output.commit_rows, output.commit_seconds, output.compression
                 ) as writer:
@@ -55,6 +59,7 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                         progress.say(repair)
                     if writer.repairs and folder.read().get("history"):
                         progress.say("what an earlier --only answered in these parts falls back to the answers before it")
+                    tell_adopted(writer, progress)
                     chosen = None
                     if only is not None:
                         chosen = rows_to_rerun(only, settings, folder, writer, inputs.reader, job.input.id_column)
@@ -69,7 +74,8 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                             f"going on in {folder.path}: {len(writer.finished())}{of} rows are done"
                             + ("; the input has changed since" if folder.input_has_changed else "")
                         )
-                    result = answer(inputs, tokens, writer, chosen, progress, stop)
+                    portions = owed_windows(inputs, folder, tokens, writer, chosen)
+                    result = answer(inputs, folder, portions, writer, progress, stop, lambda: tokens.failed)
                     rows = writer.rows
             if only is not None:
                 folder.end_rerun()
@@ -85,6 +91,15 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
     return EXIT_OK if merged.by_status.keys() <= {"ok"} else EXIT_SOME_ROWS_FAILED
 
 
+def tell_adopted(writer: PartWriter, progress: Progress) -> None:
+    """Take what workers have committed, and say so."""
+    num_adopted, damages = adopt(writer)
+    for damage in damages:
+        progress.say(damage)
+    if num_adopted:
+        progress.say(f"took {num_adopted} parts that workers have committed")
+
+
 def with_prompts(store: TokenStore, rows: np.ndarray) -> tuple[np.ndarray, int]:
     """Those of `rows` (positions) that have tokens, and how many have none."""
     answerable = store.rows[np.isin(store.rows, rows) & (store.lengths > 0)]
@@ -93,9 +108,8 @@ def with_prompts(store: TokenStore, rows: np.ndarray) -> tuple[np.ndarray, int]:
 
 def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, float]) -> dict[str, Any]:
     """The figures of this run, for summary.json and for the last lines on the screen."""
-    engine = result.engine
-    counts = engine.stats.counts if engine else None
-    prompt, output = result.num_prompt_tokens, counts.num_output if counts else 0
+    counts = result.counts
+    prompt, output = result.num_prompt_tokens, counts.num_output
     run_seconds = max(seconds.get("run", 0.0), 1e-9)
     return {
         "rows": {
@@ -107,35 +121,36 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         },
         "tokens": {
             "prompt": prompt,
-            "computed": counts.num_prefill if counts else 0,
-            "cached": counts.num_cached if counts else 0,
-            "recomputed": counts.num_recomputed if counts else 0,
+            "computed": counts.num_prefill,
+            "cached": counts.num_cached,
+            "recomputed": counts.num_recomputed,
             "output": output,
             "saved_predicted": 1 - result.num_planned / prompt if prompt else 0.0,
-            "saved_achieved": 1 - counts.num_prefill / prompt if counts and prompt else 0.0,
-            "kv_read": counts.num_kv_read if counts else 0,
-            "kv_visible": counts.num_kv_visible if counts else 0,
+            "saved_achieved": 1 - counts.num_prefill / prompt if prompt else 0.0,
+            "kv_read": counts.num_kv_read,
+            "kv_visible": counts.num_kv_visible,
         },
-        "steps": counts.num_steps if counts else 0,
-        "max_running": counts.max_running if counts else 0,
-        "preemptions": counts.num_preemptions if counts else 0,
+        "steps": counts.num_steps,
+        "max_running": counts.max_running,
+        "preemptions": counts.num_preemptions,
         "rates": {
             "total": (prompt + output) / run_seconds,
             "prompt": prompt / run_seconds,
             "output": output / run_seconds,
         },
         "seconds": seconds,
-        "seconds_in_steps": engine.stats.seconds if engine else {},
+        "seconds_in_steps": result.seconds_in_steps,
         "limits": result.limits,
-        "products": engine.model.products if engine else {},
+        "products": result.products,
         "accuracy": merged.accuracy,
         "correct": merged.num_correct,
         "scored": merged.num_scored,
     }
 
 
-def merge_again(path: Path) -> MergeSummary:
-    """Merge the committed parts of the run folder `path` once more. Raises CorruptRunError if answers are missing."""
+def merge_again(path: Path, progress: Progress) -> MergeSummary:
+    """Merge the committed parts of the run folder `path` once more, and those of its workers. Raises CorruptRunError if
+    answers are missing."""
     job = Job.model_validate(read_job_file(path)["job"])
     reader = open_reader(job.input)
     with RunFolder(path) as folder:
@@ -146,4 +161,12 @@ def merge_again(path: Path) -> MergeSummary:
             raise CorruptRunError(
                 f"{path}: tokens.arrow is not there, so the run's rows are not known; run the same job file again to go on"
             ) from None
-        return merge(reader, job, folder, job_rows(store), job.sampling.n)
+        rows = job_rows(store)
+        if (units := read_units(path)) is not None:
+            with PartWriter(folder, rows) as writer:
+                for repair in writer.repairs:
+                    progress.say(repair)
+                tell_adopted(writer, progress)
+            if owed := owed_units(path, units, store, writer.ledger):
+                raise missing_rows(path, units, owed, writer.ledger)
+        return merge(reader, job, folder, rows, job.sampling.n)

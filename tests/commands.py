@@ -52,6 +52,7 @@ while line := sys.stdin.readline():
         print(pid, flush=True)
         continue
     os.chdir(request["cwd"])
+    os.environ.update(request["env"])
     for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = ["batchgen", *request["args"]]
@@ -135,12 +136,15 @@ class WarmServer:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None) -> Process:
-        """`faults`: keywords of fault_points.install, for this one command."""
+    def start(
+        self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None, env: dict[str, str] | None = None
+    ) -> Process:
+        """`faults`: keywords of fault_points.install, for this one command, and `env` more of its environment."""
         self.num_started += 1
         out, err = (self.folder / f"{self.num_started}.{name}" for name in ("out", "err"))
         out.touch(), err.touch()  # the child may be slow to open them
-        pid = self._ask(args=[str(a) for a in args], cwd=str(cwd), stdout=str(out), stderr=str(err), faults=faults)
+        words = [str(a) for a in args]
+        pid = self._ask(args=words, cwd=str(cwd), stdout=str(out), stderr=str(err), faults=faults, env=env or {})
 
         def poll() -> int | None:
             if pid not in self.codes:
@@ -152,8 +156,8 @@ class WarmServer:
 
         return Process(pid, poll, out, err)
 
-    def run(self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None) -> Result:
-        return self.start(*args, cwd=cwd, faults=faults).wait()
+    def run(self, *args: str | Path, cwd: Path, **more: Any) -> Result:
+        return self.start(*args, cwd=cwd, **more).wait()
 
 
 def environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-MAKES_LARGER = {"create", "write", "mkdir"}  # what a full disk refuses
+MAKES_LARGER = {"create", "write", "mkdir", "link"}  # what a full disk refuses
 
 
 class Faults:
@@ -68,7 +68,7 @@ class Faults:
 def install(folder: str, *, clock: float | None = None, **settings: Any) -> Faults:
     """Wrap the calls of this process. `clock`: the wall clock begins at this time and runs backwards."""
     faults = Faults(folder, **settings)
-    real_open, real = builtins.open, {name: getattr(os, name) for name in ("fsync", "replace", "rename", "mkdir")}
+    real_open, real = builtins.open, {name: getattr(os, name) for name in ("fsync", "replace", "rename", "mkdir", "link")}
     real |= {name: getattr(os, name) for name in ("unlink", "rmdir", "ftruncate", "pwrite")}
 
     class WatchedFile(io.FileIO):
@@ -111,6 +111,7 @@ def install(folder: str, *, clock: float | None = None, **settings: Any) -> Faul
         of_handle("write", "pwrite"),
     )
     os.replace, os.rename = of_path("rename", "replace", at=1), of_path("rename", "rename", at=1)  # named by the new name
+    os.link = of_path("link", "link", at=1)
     os.mkdir, os.unlink, os.rmdir = of_path("mkdir", "mkdir"), of_path("unlink", "unlink"), of_path("rmdir", "rmdir")
     shutil._use_fd_functions = True  # type: ignore[attr-defined]  # it compared os.unlink with what it knows
     if clock is not None:

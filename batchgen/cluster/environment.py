@@ -81,3 +81,8 @@ def _task(system: _System, environ: Mapping[str, str]) -> ArrayTask:
     if index >= count:
         raise UsageError(f"--shard auto: task {index} of {count} by {where}: there is no such part")
     return ArrayTask(index, count, where)
+
+
+def batch_job(environ: Mapping[str, str]) -> str | None:
+    """Slurm's id of the array that this process is a task of."""
+    return environ.get("SLURM_ARRAY_JOB_ID")

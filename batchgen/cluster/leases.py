@@ -13,13 +13,16 @@ the merge keeps one answer of each: a lease saves work, it is not what makes ans
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from batchgen.data.durable import explain_os_errors, write_atomically
+from batchgen.errors import BatchgenError
 
 PATIENCE = 60.0  # seconds without a beat after which a worker is taken for dead
 BEAT_SECONDS = 5.0
@@ -45,6 +48,7 @@ class Leases:
         self.patience, self.clock = patience, clock
         self._beat = 0
         self._seen: dict[str, tuple[str, float]] = {}  # worker -> its beat, and since when by our clock
+        self._beat_seconds = min(BEAT_SECONDS, patience / 12)
         self._last_beat = -BEAT_SECONDS
         with explain_os_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -56,10 +60,29 @@ class Leases:
     # ---- what others see ----------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Say that this worker lives, at most every BEAT_SECONDS: to be called at every step."""
-        if (now := self.clock()) - self._last_beat >= BEAT_SECONDS:
+        """Say that this worker lives, if it is time to."""
+        if (now := self.clock()) - self._last_beat >= self._beat_seconds:
             self._last_beat, self._beat = now, self._beat + 1
             write_atomically(self.beats / self.name, lambda file: file.write(str(self._beat).encode()))
+
+    @contextlib.contextmanager
+    def beating(self, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Beat in a thread, as a model may take longer to load than others are patient. check: called at every beat."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(self._beat_seconds / 2):
+                check()
+                with contextlib.suppress(BatchgenError):  # a full disk; whoever writes answers tells of it
+                    self.beat()
+
+        thread = threading.Thread(target=run, name="beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def finish(self, unit: int) -> None:
         """All rows of `unit` are committed."""
@@ -80,6 +103,16 @@ class Leases:
                 return unit
         return self.next_unit(own) if free else None  # others were quicker with all of them
 
+    def wait_for_unit(self, own: range) -> int | None:
+        """The same, but None only if all units are done, or if for as long as it takes to find the dead all other holders
+        have shown that they live."""
+        give_up = self.clock() + self.patience + 2 * self._beat_seconds
+        while (unit := self.next_unit(own)) is None:
+            if self.all_done or self.clock() > give_up:
+                return None
+            time.sleep(min(1.0, self.patience / 20))
+        return unit
+
     @property
     def all_done(self) -> bool:
         return not self.read()
@@ -97,6 +130,13 @@ class Leases:
                 elif claims.get(unit, -1) >= 0:
                     claims[unit] = max(claims[unit], int(match[2]) + 1)
         return {u: (n, self._holder(u, n - 1) if n else "") for u, n in claims.items() if n >= 0}
+
+    @staticmethod
+    def holders(folder: Path) -> dict[int, str]:
+        """Unit -> the worker that claimed it last, of those that were claimed. For a reader that is no worker."""
+        names = sorted(path.name for path in (folder / "leases").glob("[0-9]*"))
+        claims = sorted((int(m[1]), int(m[2])) for name in names if (m := _LEASE.fullmatch(name)) and m[2] != "done")
+        return {unit: (folder / "leases" / f"{unit:06d}.{epoch}").read_text() for unit, epoch in dict(claims).items()}
 
     def _holder(self, unit: int, epoch: int) -> str:
         with explain_os_errors(self.folder):

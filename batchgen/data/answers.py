@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchgen.data.durable import explain_os_errors
 from batchgen.data.job_rows import JobRows
 from batchgen.data.part import read_part
-from batchgen.data.run_folder import RunFolder
+from batchgen.data.part_store import PartStore
 from batchgen.data.schema import ANSWER_SCHEMA
 from batchgen.errors import CorruptRunError
 from batchgen.records import Part
@@ -33,8 +33,8 @@ class SortedAnswers:
     `spill` is a folder for temporary files; the caller deletes it.
     """
 
-    def __init__(self, folder: RunFolder, parts: list[Part], rows: JobRows, n: int, spill: Path):
-        self.folder, self.parts, self.rows, self.n, self.spill = folder, parts, rows, n, spill
+    def __init__(self, store: PartStore, parts: list[Part], rows: JobRows, n: int, spill: Path):
+        self.store, self.parts, self.rows, self.n, self.spill = store, parts, rows, n, spill
         self.bucket_rows = self._rows_in_a_bucket()
         self.num_buckets = -(-len(rows) // self.bucket_rows)
 
@@ -56,7 +56,7 @@ class SortedAnswers:
         """As many as BUCKET_ANSWERS and BUCKET_BYTES allow, by the sizes that the parts' footers state."""
         num_bytes = num_answers = 0
         for part in self.parts:
-            path = self.folder.parts / part.name
+            path = self.store.parts / part.name
             try:
                 meta = pq.read_metadata(path)
             except (OSError, pa.ArrowInvalid):
@@ -70,13 +70,13 @@ class SortedAnswers:
 
     def _placed(self, part: Part) -> pa.Table:
         """The answers in a part that are those of a row now, `row` being where it stands now, in ANSWER_SCHEMA."""
-        table = read_part(self.folder, part)
+        table = read_part(self.store, part)
         index = self.rows.find(table["row_key"].to_numpy(), table["prompt_hash"].to_numpy())
         sample = table["sample_index"].to_numpy()
         place = (index * self.n + sample)[index >= 0]
         if len(np.unique(place)) < len(place) or np.any((sample < 0) | (sample >= self.n)):
             raise CorruptRunError(
-                f"{self.folder.parts / part.name}: holds two answers to one (row, sample), or a sample that the job does "
+                f"{self.store.parts / part.name}: holds two answers to one (row, sample), or a sample that the job does "
                 "not have; move this file away and run the job again, which computes its answers anew"
             )
         table = table.filter(pa.array(index >= 0)).select(ANSWER_SCHEMA.names)
@@ -122,7 +122,7 @@ class SortedAnswers:
         missing = np.flatnonzero(newest < 0)
         if len(missing):
             raise CorruptRunError(
-                f"{self.folder.path}: no answer to {len(missing)} (row, sample) of rows {rows[0]} to {rows[-1]}, "
+                f"{self.store.path}: no answer to {len(missing)} (row, sample) of rows {rows[0]} to {rows[-1]}, "
                 f"such as {_pairs(rows[missing // self.n], missing % self.n)}; "
                 "run the same command again to compute what is missing, or start in a new output.path"
             )

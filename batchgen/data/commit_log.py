@@ -31,24 +31,24 @@ class CommitLog:
         damaged ones."""
         return self.inspect().parts
 
-    def append(self, part: Part) -> None:
-        """Add one record, durable on return. A torn last record is cut away first.
+    def append(self, *parts: Part) -> None:
+        """Add a record for each, durable on return. A torn last record is cut away first.
 
         Raises BatchgenError if the disk refuses; what it left of the record is torn, and so not there.
         """
         if self._good_bytes is None:
             self._good_bytes = self.inspect().num_bytes
-        line = _to_line(part)
+        lines = b"".join(map(_to_line, parts))
         with explain_os_errors(self.path):
             is_new = not self.path.exists()
             with open(self.path, "ab") as file:
                 file.truncate(self._good_bytes)
-                file.write(line)
+                file.write(lines)
                 file.flush()
                 os.fsync(file.fileno())
             if is_new:
                 fsync_folder(self.path.parent)
-        self._good_bytes += len(line)
+        self._good_bytes += len(lines)
 
     def rewrite(self, parts: list[Part]) -> None:
         """Make it hold records of `parts` only, in one step. Raises BatchgenError if the disk refuses; it then stays."""

@@ -3,6 +3,11 @@
 row_key      uint64   the row's identity, see data.rows
 prompt_hash  uint64   xxh3-64 of what it was asked: the prompt's token ids, or why there are none
 row ...               ANSWER_SCHEMA; `row` is the row's position at that time
+
+and before the columns that tell how it was computed, which differ from run to run and so are in no results:
+
+num_cached_tokens  int32   prompt tokens that were not computed again
+num_preemptions    int32
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ import pyarrow.parquet as pq
 import xxhash
 
 from batchgen.data.job_rows import JobRows
-from batchgen.data.run_folder import RunFolder
-from batchgen.data.schema import ANSWER_SCHEMA, completions_to_table
+from batchgen.data.part_store import PartStore
+from batchgen.data.schema import ANSWER_SCHEMA, RUN_FIELDS, completions_to_table
 from batchgen.errors import CorruptRunError
 from batchgen.records import Completion, Part
 
 OWNER_FIELDS = [pa.field("row_key", pa.uint64(), nullable=False), pa.field("prompt_hash", pa.uint64(), nullable=False)]
-PART_SCHEMA = pa.schema([*OWNER_FIELDS, *ANSWER_SCHEMA], metadata=ANSWER_SCHEMA.metadata)
+PART_SCHEMA = pa.schema([*OWNER_FIELDS, *ANSWER_SCHEMA, *RUN_FIELDS], metadata=ANSWER_SCHEMA.metadata)
 
 
 def part_table(completions: Sequence[Completion], rows: JobRows) -> pa.Table:
@@ -33,28 +38,28 @@ def part_table(completions: Sequence[Completion], rows: JobRows) -> pa.Table:
     return pa.Table.from_arrays([*owners, *answers.columns], schema=PART_SCHEMA)
 
 
-def read_part(folder: RunFolder, part: Part) -> pa.Table:
+def read_part(store: PartStore, part: Part) -> pa.Table:
     """A committed part in PART_SCHEMA, its checksum compared. Raises CorruptRunError."""
     try:
-        image = (folder.parts / part.name).read_bytes()
+        image = (store.parts / part.name).read_bytes()
     except OSError as error:
-        raise damaged(folder, part, error.strerror or str(error)) from None
+        raise damaged(store, part, error.strerror or str(error)) from None
     if xxhash.xxh3_128_hexdigest(image) != part.checksum:
-        raise damaged(folder, part, "changed since it was committed (its checksum differs)")
+        raise damaged(store, part, "changed since it was committed (its checksum differs)")
     return pq.read_table(pa.BufferReader(image))
 
 
-def read_part_columns(folder: RunFolder, part: Part, columns: list[str]) -> pa.Table:
+def read_part_columns(store: PartStore, part: Part, columns: list[str]) -> pa.Table:
     """Some columns of a committed part, without its checksum. Raises CorruptRunError."""
     try:
-        with pq.ParquetFile(folder.parts / part.name) as file:
+        with pq.ParquetFile(store.parts / part.name) as file:
             return file.read(columns=columns)
     except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(folder, part, str(error)) from None
+        raise damaged(store, part, str(error)) from None
 
 
-def damaged(folder: RunFolder, part: Part, found: str) -> CorruptRunError:
+def damaged(store: PartStore, part: Part, found: str) -> CorruptRunError:
     return CorruptRunError(
-        f"{folder.parts / part.name}: {found}, but it is committed; run the job again: it sets the part aside and computes "
+        f"{store.parts / part.name}: {found}, but it is committed; run the job again: it sets the part aside and computes "
         f"its {part.num_rows} answers anew"
     )

@@ -13,30 +13,31 @@ import xxhash
 
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.durable import explain_os_errors, fsync_folder
-from batchgen.data.run_folder import RunFolder
+from batchgen.data.part_store import PartStore
 from batchgen.records import Part
 
 _PART_NAME = re.compile(r"part-(\d+)\.parquet")
 
 
-def recover(folder: RunFolder) -> tuple[list[Part], list[str]]:
-    """(committed parts that are whole, oldest first; a sentence for each damage found). Use it inside the folder's lock.
+def recover(store: PartStore) -> tuple[list[Part], list[str]]:
+    """(committed parts that are whole, oldest first; a sentence for each damage found). For the only process that
+    writes here.
 
     Damaged parts become parts/damaged-part-..., the log is written anew without them, and what no record names is deleted.
     It may be broken off anywhere and repeated. Raises BatchgenError if the disk refuses.
     """
-    log = CommitLog(folder.commit_log)
+    log = CommitLog(store.commit_log)
     content = log.inspect()
     whole: list[Part] = []
     told: list[str] = []
-    with explain_os_errors(folder.parts):
+    with explain_os_errors(store.parts):
         for part in content.parts:
-            path = folder.parts / part.name
-            damage = _damage(path, part)
+            path = store.parts / part.name
+            damage = damage_of(path, part)
             if damage is None:
                 whole.append(part)
                 continue
-            kept = f"; it is kept as {_set_aside(path).name}" if path.exists() else ""
+            kept = f"; it is kept as {keep_aside(path).name}" if path.exists() else ""
             told.append(f"{path}: {damage}{kept}; its {part.num_rows} answers are computed again")
         if content.num_damaged:
             told.append(
@@ -44,12 +45,12 @@ def recover(folder: RunFolder) -> tuple[list[Part], list[str]]:
                 "again, those of the other records stand"
             )
         named = {part.name for part in whole}
-        strays = [path for path in folder.parts.iterdir() if path.is_file() and path.name not in named]
+        strays = [path for path in store.parts.iterdir() if path.is_file() and path.name not in named]
         for path in strays:
             if _PART_NAME.fullmatch(path.name) and content.num_damaged:
-                _set_aside(path)  # perhaps the one whose record is damaged
+                keep_aside(path)  # perhaps the one whose record is damaged
         if told:
-            fsync_folder(folder.parts)  # parts go before their records: the other way round they would be strays
+            fsync_folder(store.parts)  # parts go before their records: the other way round they would be strays
             log.rewrite(whole)
         for path in strays:
             if not path.name.startswith("damaged-"):
@@ -57,13 +58,17 @@ def recover(folder: RunFolder) -> tuple[list[Part], list[str]]:
     return whole, told
 
 
-def next_number(folder: RunFolder) -> int:
+def part_name(number: int) -> str:
+    return f"part-{number:06d}.parquet"
+
+
+def next_number(store: PartStore) -> int:
     """Above that of every part there is or was, damaged ones included: no name is used twice."""
-    found = (_PART_NAME.search(path.name) for path in folder.parts.iterdir())
+    found = (_PART_NAME.search(path.name) for path in store.parts.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
-def _damage(path: Path, part: Part) -> str | None:
+def damage_of(path: Path, part: Part) -> str | None:
     try:
         image = path.read_bytes()
     except FileNotFoundError:
@@ -77,5 +82,5 @@ def _damage(path: Path, part: Part) -> str | None:
     return None
 
 
-def _set_aside(path: Path) -> Path:
+def keep_aside(path: Path) -> Path:
     return path.rename(path.with_name(f"damaged-{path.name}"))

@@ -6,6 +6,15 @@ parts/         committed answers, in the order in which they were made
 commit.log     which parts count
 results/       the merged output, in input order
 summary.json   the figures of the last run that answered something
+products.json  which matrix products a CPU run uses, so that whoever goes on computes the same bits
+
+Of a job that several workers share, see cluster/, also
+
+plan/          units.arrow, what is claimed together
+leases/        who has claimed which unit, and which are done
+beats/         which workers live
+workers/       one folder a worker: its parts/ and commit.log, and worker.json
+submit/ logs/  what was submitted to Slurm, and what it wrote
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -20,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.durable import TMP_SUFFIX, explain_os_errors, fsync_folder, write_atomically
+from batchgen.data.durable import TMP_SUFFIX, explain_os_errors, fsync_folder, write_atomically, write_once
+from batchgen.data.part_store import PartStore
 from batchgen.errors import CorruptRunError, RunFolderError
 
 FORMAT = "batchgen run folder"
@@ -30,17 +41,15 @@ _ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
 
-class RunFolder:
+class RunFolder(PartStore):
     """`with RunFolder(path) as folder:` makes or opens the folder and holds its lock.
 
     Raises RunFolderError if another process holds it or if the folder holds something else than a run.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self.parts = self.path / "parts"
+        super().__init__(path)
         self.results = self.path / "results"
-        self.commit_log = self.path / "commit.log"
         self.job_file = self.path / "job.json"
         self.summary = self.path / "summary.json"
         self.lock_file = self.path / "LOCK"
@@ -154,11 +163,33 @@ class RunFolder:
                 "go on with that version, or begin anew with --restart"
             )
 
+    def check_prepared(self, fingerprint: Mapping[str, Any]) -> None:
+        """For a worker, who changes nothing here. Raises RunFolderError if the folder was prepared for another job."""
+        record = self.read()
+        self._refuse_old_format(record)
+        if changed := _differences(record["fingerprint"], fingerprint):
+            raise RunFolderError(
+                f"{self.path}: this folder was prepared for another job:\n{_listed(changed)}"
+                "set these back; or run `batchgen prepare` again, which says what of it may change"
+            )
+
+    def products(self) -> dict[str, str]:
+        """Which product the layers of each shape run on, as the first process here chose; empty if none has."""
+        path = self.path / "products.json"
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+
+    def choose_products(self, chosen: Mapping[str, str], own: Path) -> dict[str, str]:
+        """These, or those of a process that was quicker. own: a folder in which only this process writes."""
+        return dict(json.loads(write_once(self.path / "products.json", json.dumps(dict(chosen)).encode(), own)))
+
     def _forget_tokens(self) -> None:
-        """Before the new fingerprint is recorded: a token store that is there is that of the fingerprint."""
+        """Before the new fingerprint is recorded: a token store and a plan that are there are those of the fingerprint."""
         with explain_os_errors(self.path):
-            for path in self.path.glob("tokens*"):
-                path.unlink()
+            for path in [self.path / "plan", self.path / "leases", *self.path.glob("tokens*")]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.exists():
+                    path.unlink()
             fsync_folder(self.path)
 
     def read(self) -> dict[str, Any]:
@@ -186,7 +217,8 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: output.path is a file; give the name of a folder")
         if self.job_file.exists():
             return
-        ours = {"LOCK", "parts", "job.json.tmp", "commit.log"}  # a crash before job.json leaves these
+        # a crash before job.json leaves the first of these, `submit` makes the last
+        ours = {"LOCK", "parts", "job.json.tmp", "commit.log", "submit", "logs"}
         foreign = sorted(name for name in os.listdir(self.path) if name not in ours)
         if foreign:
             raise RunFolderError(

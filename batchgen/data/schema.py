@@ -1,4 +1,7 @@
-"""The columns of an answer, in one fixed, versioned Arrow schema. Parts hold exactly these; results add the input's columns.
+"""The columns of an answer, in one fixed, versioned Arrow schema. Results put the input's columns before them.
+
+None of them tells how the answer was computed: results are the same bytes however often a run was broken off, and by
+however many workers it was done.
 
 row                int64         position of the row in the whole input, from 0
 sample_index       int32         0 .. n-1
@@ -10,8 +13,6 @@ finish_reason      string        stop | length | error
 stop_reason        string        the stop string, or the id of the end token
 num_prompt_tokens  int32
 num_output_tokens  int32
-num_cached_tokens  int32         prompt tokens that were not computed again
-num_preemptions    int32
 token_ids          list<int32>   the answer, with its end token
 """
 
@@ -26,7 +27,7 @@ from batchgen.errors import UsageError
 from batchgen.job import Job, OutputSection
 from batchgen.records import Completion
 
-SCHEMA_VERSION = 1  # raised when a column of ANSWER_SCHEMA changes its name, type or meaning
+SCHEMA_VERSION = 2  # raised when ANSWER_SCHEMA changes; 2: without the columns that differ from run to run
 METADATA = {b"batchgen.schema_version": str(SCHEMA_VERSION).encode()}
 
 ANSWER_SCHEMA = pa.schema(
@@ -41,16 +42,15 @@ ANSWER_SCHEMA = pa.schema(
         ("stop_reason", pa.string()),
         ("num_prompt_tokens", pa.int32()),
         ("num_output_tokens", pa.int32()),
-        ("num_cached_tokens", pa.int32()),
-        ("num_preemptions", pa.int32()),
         ("token_ids", pa.list_(pa.int32())),
     ],
     metadata=METADATA,
 )
+RUN_FIELDS = [pa.field("num_cached_tokens", pa.int32()), pa.field("num_preemptions", pa.int32())]
 
 
 def completions_to_table(completions: Sequence[Completion]) -> pa.Table:
-    """One row a completion, sorted by (row, sample_index), in ANSWER_SCHEMA."""
+    """One row a completion, sorted by (row, sample_index), in ANSWER_SCHEMA and RUN_FIELDS."""
     ordered = sorted(completions, key=lambda one: (one.row, one.sample_index))
     faults = [one.fault for one in ordered]
     columns = {
@@ -64,12 +64,12 @@ def completions_to_table(completions: Sequence[Completion]) -> pa.Table:
         "stop_reason": [_utf8(one.stop_reason) for one in ordered],
         "num_prompt_tokens": [one.num_prompt_tokens for one in ordered],
         "num_output_tokens": [len(one.token_ids) for one in ordered],
-        "num_cached_tokens": [one.num_cached_tokens for one in ordered],
-        "num_preemptions": [one.num_preemptions for one in ordered],
     }
     arrays = [pa.array(values, ANSWER_SCHEMA.field(name).type) for name, values in columns.items()]
     arrays.append(_token_lists([one.token_ids for one in ordered]))
-    return pa.Table.from_arrays(arrays, schema=ANSWER_SCHEMA)
+    arrays.append(pa.array([one.num_cached_tokens for one in ordered], pa.int32()))
+    arrays.append(pa.array([one.num_preemptions for one in ordered], pa.int32()))
+    return pa.Table.from_arrays(arrays, schema=pa.schema([*ANSWER_SCHEMA, *RUN_FIELDS], metadata=METADATA))
 
 
 def _token_lists(token_ids: Sequence[np.ndarray]) -> pa.ListArray:

@@ -7,6 +7,7 @@ before the record leaves a file that nothing names, deleted on the next start; i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,34 +20,36 @@ from batchgen.data.durable import write_atomically
 from batchgen.data.job_rows import JobRows
 from batchgen.data.ledger import Ledger
 from batchgen.data.part import part_table
-from batchgen.data.recover import next_number, recover
-from batchgen.data.run_folder import RunFolder
+from batchgen.data.part_store import PartStore
+from batchgen.data.recover import next_number, part_name, recover
 from batchgen.records import Completion, Part, RowStatus
 
 
 class PartWriter:
-    """Collects completions and commits them every `commit_rows` or `commit_seconds`. Use it inside the folder's lock.
+    """Collects completions and commits them every `commit_rows` or `commit_seconds`. One process at a time: the lock
+    of a run folder sees to that, and a worker's store is nobody else's.
 
     Opening it deletes what a crash left in parts/ and sets damaged parts aside, see recover; `repairs` tells of those.
     """
 
     def __init__(
         self,
-        folder: RunFolder,
+        store: PartStore,
         rows: JobRows,
         commit_rows: int = 256,
         commit_seconds: float = 30.0,
         compression: str = "zstd",
     ) -> None:
-        self.folder = folder
+        self.store = store
         self.rows = rows
         self.commit_rows = commit_rows
         self.commit_seconds = commit_seconds
         self.compression = compression
-        self.log = CommitLog(folder.commit_log)
-        self.parts, self.repairs = recover(folder)
-        self.ledger = Ledger(folder, self.parts, rows)
+        self.log = CommitLog(store.commit_log)
+        self.parts, self.repairs = recover(store)
+        self.ledger = Ledger(store, self.parts, rows)
         self.budget = ErrorBudget(None)
+        self.on_commit: Callable[[Sequence[Completion]], None] | None = None  # told what was committed
         self._waiting: list[Completion] = []
         self._oldest_since = 0.0  # time.monotonic() of the oldest completion that waits
 
@@ -54,7 +57,7 @@ class PartWriter:
         """More rows of the job are known than when this was opened; everything it was given is committed first."""
         self.commit()
         self.rows = rows
-        self.ledger = Ledger(self.folder, self.parts, rows)
+        self.ledger = Ledger(self.store, self.parts, rows)
 
     def __enter__(self) -> PartWriter:
         return self
@@ -92,9 +95,9 @@ class PartWriter:
         """Make all that waits safe, as one part; None if nothing waits. Raises BatchgenError; the rows then wait on."""
         if not self._waiting:
             return None
-        name = f"part-{next_number(self.folder):06d}.parquet"
+        name = part_name(next_number(self.store))
         image = self._encode(part_table(self._waiting, self.rows))
-        write_atomically(self.folder.parts / name, lambda file: file.write(image))
+        write_atomically(self.store.parts / name, lambda file: file.write(image))
         rows = [one.row for one in self._waiting]
         part = Part(
             name=name,
@@ -108,7 +111,9 @@ class PartWriter:
         )
         self.log.append(part)
         self.parts.append(part)
-        self._waiting = []
+        committed, self._waiting = self._waiting, []
+        if self.on_commit is not None:
+            self.on_commit(committed)
         return part
 
     def close(self) -> None:

@@ -100,9 +100,10 @@ def choose_size(
     max_tokens: int,
     num_samples: int,
     more_follow: bool = False,
+    largest: int | None = None,
 ) -> EngineSize:
     """Fit the pool into `kv_memory` bytes (auto: a share of what is free), but make it no larger than is of use for
-    `window`; with more_follow, other windows may use more.
+    `window`; with more_follow, for any window, or for those of at most `largest` blocks of prompts.
 
     Raises UsageError if not even one block fits.
     """
@@ -120,8 +121,10 @@ def choose_size(
         raise UsageError(
             f"engine.kv_memory: {what} ({memory} bytes) holds {fits} KV blocks of {block_bytes} bytes; at least 2 are needed"
         )
-    if more_follow:
+    if more_follow and largest is None:
         useful = fits + 1
+    elif more_follow and largest is not None:
+        useful = largest + running * (-(-max_tokens // window.block_size) + 1) + 1
     num_blocks = min(fits, useful)
     reason = "all that this job can use" if useful <= fits else ("free memory" if kv_memory == "auto" else "as asked")
     return EngineSize(num_blocks, budget, running, num_blocks * block_bytes, reason)

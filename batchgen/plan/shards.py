@@ -6,6 +6,9 @@ import numpy as np
 
 from batchgen.records import Window
 
+UNITS_PER_TASK = 8
+MIN_UNIT_ROWS = 16
+MAX_UNITS = 100_000
 SLACK = 0.1  # of a unit: how far a cut may move to a place where less is shared
 
 
@@ -38,6 +41,13 @@ def cut(window: Window, costs: np.ndarray, num_units: int) -> np.ndarray:
     return cuts
 
 
-def units_of_task(num_units: int, index: int, count: int) -> range:
-    """The units that task `index` of `count` begins with: neighbours, as even as it goes."""
-    return range(num_units * index // count, num_units * (index + 1) // count)
+def num_units(num_rows: int, num_tasks: int) -> int:
+    """Several a task, to share what a slow or dead one leaves; not so small that the batch drains all the time."""
+    return min(max(num_tasks, min(UNITS_PER_TASK * num_tasks, num_rows // MIN_UNIT_ROWS)), max(1, num_rows), MAX_UNITS)
+
+
+def units_of_task(costs: np.ndarray, index: int, count: int) -> range:
+    """The units that task `index` of `count` begins with: neighbours, of about even cost. costs: [num_units]."""
+    middle = np.cumsum(costs) - costs / 2
+    begin, end = np.searchsorted(middle, [costs.sum() * index / count, costs.sum() * (index + 1) / count])
+    return range(int(begin), int(end) if index + 1 < count else len(costs))

@@ -83,7 +83,7 @@ def test_files_of_results(write, run, folder):
     assert sorted(os.listdir(folder.results)) == [file.name for file in summary.files]
     assert summary.files[0].name == "part-00000.parquet" and table["x"].to_pylist() == list(range(23))
     assert pq.read_metadata(summary.files[0]).row_group(0).column(0).compression == "SNAPPY"
-    assert pq.read_schema(summary.files[0]).metadata[b"batchgen.schema_version"] == b"1"
+    assert pq.read_schema(summary.files[0]).metadata[b"batchgen.schema_version"] == b"2"
     assert pq.read_metadata(summary.files[0]).num_row_groups == 1
 
 

@@ -40,10 +40,7 @@ QUICK_POINTS = [  # one of each kind; the slow sweep takes all
 
 
 class Scene:
-    """A job in a folder; `prepare` brings its run folder to where a scenario begins. Same answers, bit for bit, at each end.
-
-    Without a prefix cache: num_cached_tokens is a column of the results, and a resumed run finds less in its cache.
-    """
+    """A job in a folder; `prepare` brings its run folder to where a scenario begins. Same bytes at each end."""
 
     def __init__(self, here: Path, server: WarmServer) -> None:
         self.here, self.server, self.out = here, server, here / "out"
@@ -51,7 +48,7 @@ class Scene:
             here,
             input={"id_column": "id"},
             sampling={"max_tokens": 6, "temperature": 1.0, "seed": 3},
-            engine={"prefix_cache": False, "max_running_requests": 3},
+            engine={"max_running_requests": 3},
             output={"path": "out", "commit_rows": COMMIT_ROWS},
         )
         asked = {i: f"{'a story of' if i % 2 else 'say'} {i}" for i in range(NUM_ROWS)}

@@ -54,6 +54,10 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def parts(folder: Path) -> pa.Table:
+    return pa.concat_tables([pq.read_table(path) for path in sorted((folder / "parts").glob("*.parquet"))])
+
+
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +232,7 @@ def test_equal_prompts_are_computed_once_where_the_likeliest_token_is_taken(here
     for r in rows:
         first = rows[2 * (r["row"] % 3)]
         assert r["token_ids"] == first["token_ids"] and r["generated_text"] == first["generated_text"]
+    for r in parts(here / "all").to_pylist():
         own = r["row"] < 3 and r["sample_index"] == 0
         assert own or r["num_cached_tokens"] == r["num_prompt_tokens"]
     sampled = write_job(
@@ -253,7 +258,7 @@ def test_the_summary_states_the_limit_of_the_work_done(job: Path, here: Path, to
         linear = 2 * layers * (prompt + output - 1 - cached) + 2 * (both - layers) * output
         return linear + 4 * config.num_layers * config.num_heads * config.head_dim * seen
 
-    counts = results(here / "out").select(["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"]).to_pylist()
+    counts = parts(here / "out").select(["num_prompt_tokens", "num_cached_tokens", "num_output_tokens"]).to_pylist()
     rows = [tuple(row.values()) for row in counts]
     assert any(cached for _, cached, _ in rows)
     expected = sum(flops(*row) for row in rows)

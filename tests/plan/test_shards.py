@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from batchgen.plan.shards import SLACK, cut, row_costs, units_of_task
+from batchgen.plan.shards import SLACK, cut, num_units, row_costs, units_of_task
 from batchgen.plan.window import plan_window
 from batchgen.records import Window
 
@@ -50,6 +50,12 @@ def test_costs_are_tokens_to_compute() -> None:
 
 
 def test_every_unit_has_one_first_owner() -> None:
-    for num_units, count in [(8, 3), (2, 5), (0, 2), (7, 7)]:
-        owned = [u for i in range(count) for u in units_of_task(num_units, i, count)]
-        assert owned == list(range(num_units))
+    for costs, count in [(np.ones(8), 3), (np.ones(2), 5), (np.empty(0), 2), (np.ones(7), 7), (np.zeros(3), 2)]:
+        owned = [u for i in range(count) for u in units_of_task(costs, i, count)]
+        assert owned == list(range(len(costs)))
+    assert [len(units_of_task(np.array([4.0, 1, 1, 1, 1]), i, 2)) for i in range(2)] == [1, 4]
+
+
+def test_several_units_a_task_but_no_tiny_ones() -> None:
+    assert num_units(10_000, 4) == 32 and num_units(100, 4) == 6 and num_units(30, 4) == 4
+    assert num_units(2, 4) == 2 and num_units(0, 4) == 1
