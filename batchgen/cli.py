@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -74,9 +75,11 @@ def run(
         raise UsageError("--shard goes with neither --restart nor --only, which concern the whole job; run that without it")
     if restart and only is not None:
         raise UsageError("--restart begins with no answers, --only goes on from those that are there; give one of them")
-    from batchgen.signals import StopSignals
+    from batchgen.cluster.caches import own_caches
+    from batchgen.cluster.requeue import requeue
+    from batchgen.signals import StopSignals, ignore_signals
 
-    with StopSignals(last=True) as stop:
+    with own_caches() if shard else contextlib.nullcontext(), StopSignals(last=True) as stop:
         with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
             from batchgen.job import load_job
 
@@ -89,7 +92,11 @@ def run(
             from batchgen.runner import run_job
 
             task = shard and (find_task(os.environ) if shard == "auto" else parse_shard(shard))
-        code = run_shard(job, task) if task else run_job(job, restart=restart, only=choice)
+        try:
+            code = run_shard(job, task) if task else run_job(job, restart=restart, only=choice)
+        except Interrupted as interrupted:
+            ignore_signals()
+            raise requeue(interrupted, os.environ) from None
     raise typer.Exit(code)
 
 
@@ -128,8 +135,14 @@ def plan(job_file: JobFile, overrides: Overrides = None) -> None:
 @app.command()
 def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="As one JSON object")] = False) -> None:
     """Show how far a run is, while it works or after."""
-    from batchgen.data.status import read_status
+    from batchgen.data.status import is_shared, read_status
 
+    if is_shared(folder):
+        from batchgen.cluster import status as cluster
+
+        array = cluster.read_array_status(folder)
+        print(json.dumps(cluster.as_json(array)) if as_json else "\n".join(cluster.array_lines(array)))
+        return
     s = read_status(folder)
     if as_json:
         facts = {name: getattr(s, name) for name in s.__dataclass_fields__}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("slurm-local.sh")
+SCRIPT = Path(__file__).with_name("cluster") / "slurm-local.sh"
 PARTITION = "PartitionName=spread Nodes=ALL MaxTime=INFINITE LLN=YES"  # a job goes to the node with the least to do
 
 
@@ -28,7 +28,14 @@ class SlurmCluster:
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
-        settings = {"DIR": str(folder), "NODES": str(num_nodes), "CPUS": "2", "EXTRA": PARTITION, "KILLWAIT": "20"}
+        settings = {
+            "DIR": str(folder),
+            "NODES": str(num_nodes),
+            "CPUS": "2",
+            "EXTRA": PARTITION,
+            "KILLWAIT": "20",
+            "RETURN": "0",
+        }
         self.environ = os.environ | {f"SLURM_LOCAL_{name}": value for name, value in settings.items()}
         self.environ["PATH"] += ":/usr/sbin:/sbin"
 

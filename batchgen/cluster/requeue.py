@@ -14,16 +14,16 @@ from batchgen.errors import Interrupted
 PATIENCE_SECONDS = 60.0  # for scontrol; the warning comes longer before the limit
 
 
-def requeue(interrupted: Interrupted, num_answered: int, environ: Mapping[str, str]) -> Interrupted:
+def requeue(interrupted: Interrupted, environ: Mapping[str, str]) -> Interrupted:
     """Ask Slurm to run this task again; what to end with: `interrupted`, whose message now says what came of it.
 
-    num_answered: answers that this attempt has committed. Without any it would be the same again, for ever, so it ends. To
-    be called when everything is written and signals are ignored: TERM follows at once.
+    An attempt that committed no answer would be the same again, for ever, so that one ends. To be called when everything is
+    written and signals are ignored: TERM follows at once.
     """
     array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    if interrupted.signal != "USR1" or array is None or index is None:
+    if interrupted.signal != "USR1" or interrupted.num_answered is None or array is None or index is None:
         return interrupted
-    if num_answered == 0:
+    if interrupted.num_answered == 0:
         outcome = (
             "not asking Slurm to run it again, as no answer was finished in the time it had: give the task a longer --time"
         )

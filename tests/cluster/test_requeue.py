@@ -13,6 +13,12 @@ from batchgen.errors import Interrupted
 TASK = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "21"}
 
 
+def warned(num_answered: int | None, signal: str = "USR1") -> Interrupted:
+    interrupted = Interrupted("stopped", signal)
+    interrupted.num_answered = num_answered
+    return interrupted
+
+
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
     """A program of that name that writes down its arguments and ends with the code in `code`."""
@@ -26,28 +32,30 @@ def scontrol(tmp_path, monkeypatch):
 
 
 def test_a_task_that_got_somewhere_runs_again(scontrol):
-    ended = requeue(Interrupted("stopped by SIGUSR1", "USR1"), 5, TASK)
+    ended = requeue(warned(5), TASK)
     assert (scontrol / "calls").read_text() == "requeue 17_3\n", "the task, not the array"
-    assert str(ended) == "stopped by SIGUSR1; Slurm runs task 17_3 again" and ended.exit_code == 75
+    assert str(ended) == "stopped; Slurm runs task 17_3 again" and ended.exit_code == 75
 
 
 def test_a_task_that_got_nowhere_does_not_run_for_ever(scontrol):
-    assert "longer --time" in str(requeue(Interrupted("stopped by SIGUSR1", "USR1"), 0, TASK))
+    assert "longer --time" in str(requeue(warned(0), TASK))
     assert (scontrol / "calls").read_text() == ""
 
 
-@pytest.mark.parametrize(("signal", "environ"), [("TERM", TASK), ("USR1", {}), ("USR1", {"SLURM_JOB_ID": "21"})])
-def test_other_signals_and_other_systems_are_left_alone(scontrol, signal, environ):
-    interrupted = Interrupted("stopped", signal)
-    assert requeue(interrupted, 5, environ) is interrupted and (scontrol / "calls").read_text() == ""
+@pytest.mark.parametrize(
+    ("interrupted", "environ"),
+    [(warned(5, "TERM"), TASK), (warned(5), {}), (warned(5), {"SLURM_JOB_ID": "21"}), (warned(None), TASK)],
+)
+def test_other_signals_and_other_systems_and_whole_jobs_are_left_alone(scontrol, interrupted, environ):
+    assert requeue(interrupted, environ) is interrupted and (scontrol / "calls").read_text() == ""
 
 
 def test_a_refusal_is_told(scontrol, monkeypatch):
     (scontrol / "code").write_text("1")
-    ended = requeue(Interrupted("stopped", "USR1"), 5, TASK)
+    ended = requeue(warned(5), TASK)
     assert str(ended) == "stopped; Slurm will not run task 17_3 again: scontrol requeue 17_3: no such job"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "No such file" in str(requeue(Interrupted("stopped", "USR1"), 5, TASK))
+    assert "No such file" in str(requeue(warned(5), TASK))
 
 
 def test_caches_of_its_own_unless_the_user_says_where(monkeypatch, tmp_path):
