@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -74,9 +75,11 @@ def run(
         raise UsageError("--shard goes with neither --restart nor --only, which concern the whole job; run that without it")
     if restart and only is not None:
         raise UsageError("--restart begins with no answers, --only goes on from those that are there; give one of them")
-    from batchgen.signals import StopSignals
+    from batchgen.cluster.caches import own_caches
+    from batchgen.cluster.requeue import requeue
+    from batchgen.signals import StopSignals, ignore_signals
 
-    with StopSignals(last=True) as stop:
+    with own_caches() if shard else contextlib.nullcontext(), StopSignals(last=True) as stop:
         with stop.deferred():  # an import that breaks off leaves half a module; this one takes seconds
             from batchgen.job import load_job
 
@@ -89,7 +92,11 @@ def run(
             from batchgen.runner import run_job
 
             task = shard and (find_task(os.environ) if shard == "auto" else parse_shard(shard))
-        code = run_shard(job, task) if task else run_job(job, restart=restart, only=choice)
+        try:
+            code = run_shard(job, task) if task else run_job(job, restart=restart, only=choice)
+        except Interrupted as interrupted:
+            ignore_signals()
+            raise requeue(interrupted, os.environ) from None
     raise typer.Exit(code)
 
 
@@ -128,8 +135,14 @@ def plan(job_file: JobFile, overrides: Overrides = None) -> None:
 @app.command()
 def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="As one JSON object")] = False) -> None:
     """Show how far a run is, while it works or after."""
-    from batchgen.data.status import read_status
+    from batchgen.data.status import is_shared, read_status
 
+    if is_shared(folder):
+        from batchgen.cluster import status as cluster
+
+        array = cluster.read_array_status(folder)
+        print(json.dumps(cluster.as_json(array)) if as_json else "\n".join(cluster.array_lines(array)))
+        return
     s = read_status(folder)
     if as_json:
         facts = {name: getattr(s, name) for name in s.__dataclass_fields__}
@@ -143,6 +156,37 @@ def status(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help=
         print(f"last commit at {datetime.datetime.fromtimestamp(s.last_commit_at).isoformat(' ', 'seconds')}")
     print(f"at work: {s.locked_by}" if s.locked_by else "nobody works on it")
     print(f"finished: {s.path / 'results'}" if s.is_finished else "not finished; run the same job file again to go on")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(
+    context: typer.Context,
+    job_file: JobFile,
+    array: Annotated[str, typer.Option("--array", metavar="N[%M]", help="How many tasks, and how many of them at a time")],
+    overrides: Overrides = None,
+    show_only: Annotated[bool, typer.Option("--print", help="Show the scripts and submit nothing")] = False,
+) -> None:
+    """Share a job among the tasks of a Slurm array: submits three jobs, prepare, answer (the array) and merge. Any other
+    option is sbatch's: batchgen submit JOB --array 8%4 -p gpu --gres=gpu:1 --time=4:00:00"""
+    if str(job_file).startswith("-"):
+        raise UsageError(f"{job_file}: the job file comes first: batchgen submit JOB --array {array} {job_file} ...")
+    from batchgen.job import load_job
+
+    job = load_job(job_file, overrides or [])
+    from batchgen.cluster import submit as slurm
+
+    folder = Path(job.output.path).absolute()
+    scripts = slurm.write_scripts(
+        job_file, overrides or [], folder, array, context.args, Path.cwd(), slurm.may_be_offline(job)
+    )
+    if show_only:
+        for part, text in scripts._asdict().items():
+            print(f"# ---- {folder}/submit/{part}.sh\n{text}")
+        print("# ---- how they are submitted\n" + "\n".join(slurm.by_hand(folder)))
+        return
+    for part, number in slurm.submit(scripts, folder):
+        print(f"{part} is job {number}: {folder}/submit/{part}.sh")
+    print(f"logs in {folder}/logs; how far it is: batchgen status {shlex.quote(job.output.path)}")
 
 
 @app.command()

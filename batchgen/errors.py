@@ -58,3 +58,8 @@ class Interrupted(BaseException):
     a library's) may take it for a fault of what it happened to interrupt."""
 
     exit_code = 75
+
+    def __init__(self, message: str = "", signal: str = "") -> None:
+        super().__init__(message)
+        self.signal = signal  # its name, such as "TERM"; "" if it was none
+        self.num_answered: int | None = None  # by this process, if it is a worker of several

@@ -45,7 +45,8 @@ class StopSignals:
             raise self._interrupted()
 
     def _interrupted(self) -> Interrupted:
-        return Interrupted(f"stopped by {self.received}; what was finished is safe, run the same command again to go on")
+        message = f"stopped by {self.received}; what was finished is safe, run the same command again to go on"
+        return Interrupted(message, (self.received or "").removeprefix("SIG"))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number).name

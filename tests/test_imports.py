@@ -210,6 +210,7 @@ HEAVY = ["torch", "transformers", "datasets", "pandas", "triton"]
         ("import batchgen.job", [*HEAVY, "pyarrow", "numpy"]),
         ("import batchgen.cli", HEAVY),
         ("import batchgen.data.status", [*HEAVY, "pyarrow"]),
+        ("import batchgen.cluster.status, batchgen.cluster.submit", HEAVY),
         ("import batchgen.data.merge, batchgen.data.writer", ["torch", "transformers", "datasets"]),
         ("import batchgen.engine.scheduler", HEAVY),
         ("import batchgen.engine.block_pool", HEAVY),

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pyarrow as pa
 
 from batchgen.cluster.owed import owed_units
-from batchgen.cluster.units import Units, cut_units, read_units, write_units
+from batchgen.cluster.units import Units, read_units, write_units
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.standard_input import NAME as STANDARD_INPUT
 from batchgen.data.workers import AllAnswers
 from batchgen.errors import InputError
 from batchgen.job import Job
-from batchgen.prompts import Inputs, job_fingerprint, job_rows, open_inputs, stored_tokens
+from batchgen.plan.shards import cut, num_units, row_costs
+from batchgen.prompts import Inputs, entry_ranges, job_fingerprint, job_rows, open_inputs, plan_rows, stored_tokens
 from batchgen.report.progress import Progress
 from batchgen.signals import StopSignals
 from batchgen.text.token_store import TokenStore
+from batchgen.text.tokens_in_making import TokensInMaking
 
 
 def prepare_job(job: Job, num_tasks: int, words: str, progress: Progress | None = None) -> list[str]:
@@ -54,6 +59,27 @@ def shared_units(inputs: Inputs, folder: RunFolder, store: TokenStore, num_tasks
         units = cut_units(inputs, store, num_tasks, words)
         write_units(folder.path, units)
     return units
+
+
+def cut_units(inputs: Inputs, store: TokenStore, num_tasks: int, job: str) -> Units:
+    """Plan the whole job, one window in memory at a time, and cut it. Rows without tokens go with a window's last unit."""
+    entries: list[np.ndarray] = []
+    costs: list[float] = []
+    for _, begin, end in entry_ranges(TokensInMaking(store)):
+        window = plan_rows(inputs.job, store, np.arange(begin, end))
+        of_rows = row_costs(window, inputs.max_tokens)
+        share = max(1, round(num_units(store.num_rows, num_tasks) * (end - begin) / max(1, store.num_rows)))
+        cuts = cut(window, of_rows, share)
+        faulty = begin + np.flatnonzero(store.lengths[begin:end] == 0)
+        for u, (first, last) in enumerate(itertools.pairwise(cuts.tolist())):
+            rows = window.index[first:last] if u < share - 1 else np.concatenate([window.index[first:], faulty])
+            if len(rows):
+                entries.append(np.sort(rows))
+                costs.append(float(of_rows[first:last].sum()))
+    offsets = np.cumsum([0, *map(len, entries)])
+    values = np.concatenate([np.empty(0, np.int64), *entries])
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return Units(lists, np.array(costs), num_tasks, job)
 
 
 def refuse_standard_input(job: Job) -> None:

@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchgen.cluster.environment import NUM_TASKS
+from batchgen.data.hf_dataset import is_dataset
 from batchgen.errors import BatchgenError, UsageError
+from batchgen.job import Job
 
 WARNING_SECONDS = 120  # before the time limit; Slurm looks at limits every 30 s
-RESERVED = ("--array", "-a", "--dependency", "-d", "--signal", "--output", "-o", "--open-mode", "--chdir", "-D", "--wrap")
-_ABOUT_GPUS = ("--gres", "--gpus", "-G", "--ntasks-per-gpu", "--mem-per-gpu", "--cpus-per-gpu")
+_OWN = ("array", "dependency", "signal", "output", "open-mode", "chdir", "wrap", "job-name", "parsable", "test-only", "wait")
+_OWN_SHORT = "adoDJWhV"
+_ABOUT_GPUS = (
+    *("--gres", "--gres-flags", "--gpus", "-G", "--gpus-per-node", "--gpus-per-socket", "--gpus-per-task", "--gpu-bind"),
+    *("--gpu-freq", "--cpus-per-gpu", "--mem-per-gpu", "--ntasks-per-gpu", "--tres-per-task"),
+)
 
 
 class Scripts(NamedTuple):
@@ -42,81 +48,130 @@ def parse_array(text: str) -> tuple[int, str]:
 
 
 def write_scripts(
-    job_file: Path, overrides: Sequence[str], folder: Path, array: str, options: Sequence[str], working_folder: Path
+    job_file: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    array: str,
+    options: Sequence[str],
+    working_folder: Path,
+    offline: bool = True,
 ) -> Scripts:
-    """The text of the three scripts. options: of sbatch, as the user gave them; those about GPUs go to the array only.
+    """The text of the three scripts. folder: the run's, absolute. options: of sbatch, as the user gave them; those about
+    GPUs go to the array only. offline: the tasks need nothing of the hub but what `prepare` has fetched.
 
     Raises UsageError for an option that the scripts set themselves.
     """
-    for option in options:
-        if option.partition("=")[0] in RESERVED:
-            raise UsageError(f"{option}: submit sets this itself; leave it out, or change the script that --print shows")
+    check_options(options)
     num_tasks, indices = parse_array(array)
     name = re.sub(r"[^\w.-]", "-", folder.name) or "batchgen"
-    run = [sys.executable, "-m", "batchgen.cli"]
+    logs = str(folder / "logs").replace("\\", r"\\").replace("%", "%%")
     job = [str(job_file), *(word for override in overrides for word in ("--set", override))]
 
     def script(part: str, options: Sequence[str], log: str, *own: str, command: Sequence[str]) -> str:
-        lines = [f"--job-name={name}-{part}", f"--chdir={working_folder}", f"--output={folder / 'logs' / log}", *own]
-        given = [shlex.join(options)] if options else []
+        lines = [
+            *(
+                [f"--job-name={name}-{part}"],
+                [f"--chdir={working_folder}"],
+                [f"--output={logs}/{log}", "--open-mode=append"],
+            ),
+            *([option] for option in own),
+            *([options] if options else []),
+        ]
+        exports = [f"{NUM_TASKS}={num_tasks}", "PYTHONSAFEPATH=1"]
+        if part == "answer" and offline:
+            exports.append("HF_HUB_OFFLINE=1")  # `prepare` has fetched what there is to fetch
         return "\n".join(
             [
                 "#!/bin/bash",
-                *(f"#SBATCH {line}" for line in [*lines, *given]),
-                f"export {NUM_TASKS}={num_tasks} PYTHONSAFEPATH=1",
-                *(["export HF_HUB_OFFLINE=1  # `prepare` has fetched what there is to fetch"] if part == "answer" else []),
-                f"exec {shlex.join([*run, *command])}",
+                *(f"#SBATCH {shlex.join(line)}" for line in lines),
+                f"export {' '.join(exports)}",
+                f"exec {shlex.join([*batchgen_command(), *command])}  # Slurm's signals go to this process",
                 "",
             ]
         )
 
     light = without_gpus(options)
     return Scripts(
-        script("prepare", light, "prepare.log", "--open-mode=append", command=["prepare", *job, "--tasks", str(num_tasks)]),
+        script("prepare", light, "prepare.log", command=["prepare", *job, "--tasks", str(num_tasks)]),
         script(
-            "answer", options, "answer-%a.log", f"--array={indices}", "--open-mode=append", "--requeue",
-            f"--signal=B:USR1@{WARNING_SECONDS}", command=["run", *job, "--shard", "auto"],
+            "answer", options, "answer-%a.log", f"--array={indices}", "--requeue", f"--signal=B:USR1@{WARNING_SECONDS}",
+            command=["run", *job, "--shard", "auto"],
         ),
-        script("merge", light, "merge.log", "--open-mode=append", command=["merge", str(folder)]),
+        script("merge", light, "merge.log", command=["merge", str(folder)]),
     )  # fmt: skip
+
+
+def may_be_offline(job: Job) -> bool:
+    """Whether tasks need no more of the hub than its cache has: files at hf:// addresses are read from there each time."""
+    paths = [job.input.path] if isinstance(job.input.path, str) else job.input.path
+    return is_dataset(job.input) or not any(path.startswith("hf://") for path in paths)
+
+
+def batchgen_command() -> list[str]:
+    """The command of this installation: another node's PATH need not have it."""
+    command = Path(sys.executable).with_name("batchgen")
+    return [str(command)] if command.exists() else [sys.executable, "-c", "from batchgen.cli import main; main()"]
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Raises UsageError for what is no option and for what submit sets itself, abbreviations (--out=X, -oX) included."""
+    if options and not options[0].startswith("-"):
+        raise UsageError(f"{options[0]}: neither the job file nor an option of sbatch")
+    for option in options:
+        name = option.partition("=")[0]
+        if name.startswith("--"):
+            own = len(name) > 3 and any(long.startswith(name[2:]) for long in _OWN)
+        else:
+            own = len(name) > 1 and name[0] == "-" and name[1] in _OWN_SHORT
+        if own:
+            raise UsageError(f"{option}: submit sets this itself; leave it out, or change the script that --print shows")
 
 
 def without_gpus(options: Sequence[str]) -> list[str]:
     """`options` less those about GPUs, and less their values where these are words of their own."""
     kept, skip = [], False
     for option in options:
-        if skip:
-            skip = False
-            continue
-        name, has_value, _ = option.partition("=")
-        if name.startswith(_ABOUT_GPUS):
-            skip = not has_value and name in (*_ABOUT_GPUS,) and option == name
-        else:
+        about_gpus = option.partition("=")[0] in _ABOUT_GPUS or option.startswith("-G")
+        if not (skip or about_gpus):
             kept.append(option)
+        skip = not skip and option in _ABOUT_GPUS
     return kept
 
 
 def submit(scripts: Scripts, folder: Path) -> list[tuple[str, str]]:
     """Write the scripts into DIR/submit and submit them, each after the one before it: [(part, Slurm's job id)].
 
-    Raises UsageError where there is no sbatch, BatchgenError with Slurm's own words if it refuses.
+    Raises UsageError where there is no sbatch, BatchgenError with Slurm's own words if it refuses one of them; those before
+    it are cancelled then.
     """
     if shutil.which("sbatch") is None:
         raise UsageError("there is no sbatch on this machine; --print shows the scripts, to be submitted elsewhere")
-    paths = save(scripts, folder)
     ids: list[tuple[str, str]] = []
-    for part, path in paths.items():
-        # answer only after prepare went well; merge however the array ended
-        after = {"answer": "afterok", "merge": "afterany"}.get(part)
-        dependency = [f"--dependency={after}:{ids[-1][1]}"] if after else []
-        if part == "answer":
-            dependency.append("--kill-on-invalid-dep=yes")
-        done = subprocess.run(["sbatch", "--parsable", *dependency, str(path)], capture_output=True, text=True, check=False)
+    for part, path in save(scripts, folder).items():
+        command = ["sbatch", "--parsable", *dependency(part, ids[-1][1] if ids else ""), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            begun = f" ({', '.join(f'{p} is job {i}' for p, i in ids)}: scancel what should not run)" if ids else ""
-            raise BatchgenError(f"sbatch refused {path}: {' '.join(done.stderr.split())}{begun}")
+            for _, begun in reversed(ids):
+                subprocess.run(["scancel", begun], capture_output=True, check=False)
+            raise BatchgenError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; nothing is submitted")
         ids.append((part, done.stdout.strip().partition(";")[0]))
     return ids
+
+
+def dependency(part: str, before: str) -> list[str]:
+    """What sbatch is told of the job before it: answer only after prepare went well, merge however the array ended."""
+    if part == "answer":
+        return [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"]
+    return [f"--dependency=afterany:{before}"] if part == "merge" else []
+
+
+def by_hand(folder: Path) -> list[str]:
+    """Shell commands that do what `submit` does with the scripts of a run folder."""
+    return [
+        " ".join([f"{part}=$(sbatch --parsable", *dependency(part, f"${before}"), shlex.quote(f"{folder}/submit/{part}.sh")])
+        + ")"
+        for before, part in zip(("", "prepare", "answer"), Scripts._fields, strict=True)
+    ]
 
 
 def save(scripts: Scripts, folder: Path) -> dict[str, Path]:

@@ -7,7 +7,6 @@ Units are neighbours in prefix order, so that a shared prefix is computed by one
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,6 @@ import pyarrow as pa
 
 from batchgen.data.durable import write_atomically
 from batchgen.errors import CorruptRunError, RunFolderError
-from batchgen.plan.shards import cut, num_units, row_costs
-from batchgen.prompts import Inputs, entry_ranges, plan_rows
-from batchgen.text.token_store import TokenStore
-from batchgen.text.tokens_in_making import TokensInMaking
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,27 +31,6 @@ class Units:
     def __getitem__(self, unit: int) -> np.ndarray:
         """[k] int64, increasing."""
         return self.entries[unit].values.to_numpy()
-
-
-def cut_units(inputs: Inputs, store: TokenStore, num_tasks: int, job: str) -> Units:
-    """Plan the whole job, one window in memory at a time, and cut it. Rows without tokens go with a window's last unit."""
-    entries: list[np.ndarray] = []
-    costs: list[float] = []
-    for _, begin, end in entry_ranges(TokensInMaking(store)):
-        window = plan_rows(inputs.job, store, np.arange(begin, end))
-        of_rows = row_costs(window, inputs.max_tokens)
-        share = max(1, round(num_units(store.num_rows, num_tasks) * (end - begin) / max(1, store.num_rows)))
-        cuts = cut(window, of_rows, share)
-        faulty = begin + np.flatnonzero(store.lengths[begin:end] == 0)
-        for u, (first, last) in enumerate(itertools.pairwise(cuts.tolist())):
-            rows = window.index[first:last] if u < share - 1 else np.concatenate([window.index[first:], faulty])
-            if len(rows):
-                entries.append(np.sort(rows))
-                costs.append(float(of_rows[first:last].sum()))
-    offsets = np.cumsum([0, *map(len, entries)])
-    values = np.concatenate([np.empty(0, np.int64), *entries])
-    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
-    return Units(lists, np.array(costs), num_tasks, job)
 
 
 def write_units(folder: Path, units: Units) -> None:

@@ -145,6 +145,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Interrupted):
+            error.num_answered = self.num_answered
         state = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
         self.write(state, "" if error is None else str(error) or type(error).__name__)
 

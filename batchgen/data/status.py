@@ -45,6 +45,11 @@ def read_status(path: str | os.PathLike[str]) -> RunStatus:
     )
 
 
+def is_shared(path: str | os.PathLike[str]) -> bool:
+    """Whether `batchgen prepare` has made it ready for several tasks; cluster/status.py tells more of such a one."""
+    return (Path(path) / "plan" / "units.arrow").exists()
+
+
 def _holder(lock_file: Path) -> str | None:
     """Whether someone has the lock shows only by asking for it; shared, and let go at once."""
     try:
