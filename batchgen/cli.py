@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -231,25 +232,39 @@ def simulate(context: typer.Context) -> None:
 def main() -> None:
     """Entry point of the `batchgen` command: an expected error is one line on stderr and its documented exit code."""
     prepare_environment()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: no locale is too poor for an answer
     from batchgen.signals import ignore_signals
 
     try:
-        app(prog_name="batchgen")
+        try:
+            app(prog_name="batchgen")
+        finally:
+            sys.stdout.flush()
     except (BatchgenError, Interrupted) as error:
         ignore_signals()
-        if "--debug" in sys.argv:
-            traceback.print_exc()
-        print(f"batchgen: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(str(error), error, error.exit_code)
     except BrokenPipeError:
-        sys.exit(1)
+        _end("", None, 1)
+    except OSError as error:  # those of files are told where they are opened
+        named = f"{error.filename}: " if error.filename else "standard output: cannot write: "
+        _end(f"{named}{error.strerror or error}", error, 1)
     except Exception as error:
-        if "--debug" in sys.argv:
-            raise
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(
-            f"batchgen: unexpected {what}; what was committed is safe. Please report this with the output of "
+        what = (str(error).splitlines() or [""])[0]
+        _end(
+            f"unexpected {type(error).__name__}: {what}; what was committed is safe. Please report this with the output of "
             "batchgen --debug ...",
-            file=sys.stderr,
+            error,
+            1,
         )
-        sys.exit(1)
+
+
+def _end(said: str, error: BaseException | None, code: int) -> NoReturn:
+    """Say it on stderr, with --debug after the traceback, and exit."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        if error is not None and "--debug" in sys.argv:
+            traceback.print_exception(error)
+        if said:
+            print(f"batchgen: {said}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter tries once more what standard output refused
+    sys.exit(code)

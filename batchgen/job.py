@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,8 +53,20 @@ def _rows_or_share(value: Any) -> Any:
     raise ValueError(f"must be a number of rows, a share of them such as 5%, or null, not {value!r}")
 
 
+def _can_be_a_file(path: str) -> str:
+    """Neither NUL, nor what this locale cannot write, such as half of a surrogate pair."""
+    try:
+        if b"\0" not in os.fsencode(path):
+            return path
+    except UnicodeEncodeError:
+        pass
+    known = "the character NUL ends a name" if "\0" in path else f"the locale's names are {sys.getfilesystemencoding()}"
+    raise ValueError(f"no file can have the name {path!a}: {known}")
+
+
 _SHARE = r"^(100|\d{1,2}(\.\d+)?)%$"
 Text = Annotated[str, Field(min_length=1)]
+FileName = Annotated[Text, AfterValidator(_can_be_a_file)]
 PositiveOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
 FailedRows = Annotated[
     int | str | None,
@@ -75,9 +89,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model answers."""
 
-    path: Text = Field(description="Hub id, local folder, .gguf file, or packaged:smollm2")
+    path: FileName = Field(description="Hub id, local folder, .gguf file, or packaged:smollm2")
     revision: Text | None = Field(None, description="Branch, tag or commit of a hub id; null takes the default branch")
-    tokenizer: Text | None = Field(None, description="Hub id or folder of another tokenizer; null takes the model's own")
+    tokenizer: FileName | None = Field(None, description="Hub id or folder of another tokenizer; null takes the model's own")
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and answer together, in tokens; null takes the model's limit"
     )
@@ -86,7 +100,7 @@ class ModelSection(Section):
 class InputSection(Section):
     """Which rows are asked."""
 
-    path: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+    path: FileName | Annotated[list[FileName], Field(min_length=1)] = Field(
         description="File, folder (read with its subfolders) or glob, or a list of these; relative to the job file. Or a "
         "data set, hf://datasets/ORG/NAME, or - for standard input"
     )
@@ -127,7 +141,7 @@ class PromptSection(Section):
     messages: Text | None = Field(None, description="Column that holds lists of {role, content}")
     text: Text | None = Field(None, description="Jinja template of a raw prompt; no chat template is applied")
     system: Text | None = Field(None, description="Jinja template of the system turn; with user or messages")
-    files: dict[str, Text] = Field(
+    files: dict[str, FileName] = Field(
         default_factory=dict, description="Name -> text file whose content templates see under that name"
     )
     chat_template: Text | None = Field(None, description="Jinja text, or path of a file with it; null takes the model's own")
@@ -233,7 +247,7 @@ class ExtractSection(Section):
 class OutputSection(Section):
     """Where answers go and how often they are made safe."""
 
-    path: Text = Field(description="The run folder; relative to the current folder")
+    path: FileName = Field(description="The run folder; relative to the current folder")
     commit_rows: int = Field(256, ge=1, le=10_000_000, description="Commit after so many answers")
     commit_seconds: float = Field(
         30.0, gt=0, le=86_400, description="Commit after so many seconds, if there is anything to commit"

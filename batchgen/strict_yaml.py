@@ -15,6 +15,7 @@ import yaml
 Path = tuple[str | int, ...]
 
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_MAX_VALUES = 100_000  # aliases of aliases make billions of a few lines
 _TRUTH_WORDS = {"yes", "no", "on", "off", "y", "n"}
 
 
@@ -28,8 +29,9 @@ class Parsed:
 def parse_yaml(text: str) -> Parsed:
     """The value of one YAML document. Faults are collected in `problems`; nothing is raised."""
     parsed = Parsed()
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is not None:
             parsed.value = _Walk(loader, parsed).value(node, ())
@@ -39,8 +41,11 @@ def parse_yaml(text: str) -> Parsed:
         parsed.problems.append(((), f"{where}not valid YAML: {error.problem or error.context}"))
     except yaml.YAMLError as error:
         parsed.problems.append(((), f"not valid YAML: {' '.join(str(error).split())}"))
+    except RecursionError:
+        parsed.problems.append(((), "not valid YAML: nested too deeply"))
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return parsed
 
 
@@ -51,8 +56,12 @@ class _Walk:
         self.loader = loader
         self.parsed = parsed
         self.open_nodes: set[int] = set()
+        self.num_values = 0
 
     def value(self, node: yaml.Node, path: Path) -> Any:
+        self.num_values += 1
+        if self.num_values > _MAX_VALUES:
+            raise yaml.YAMLError(f"more than {_MAX_VALUES:,} values, counting those of aliases each time")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
         if id(node) in self.open_nodes:

@@ -26,7 +26,7 @@ ENTRY = "from batchgen.cli import main; main()"
 LIMIT = 120.0  # seconds; no run here takes so long
 
 SERVER = """
-import gc, json, os, sys
+import contextlib, gc, json, os, sys
 from batchgen.environment import prepare_environment
 prepare_environment()  # before torch
 import numpy, pyarrow, torch
@@ -65,7 +65,9 @@ while line := sys.stdin.readline():
         batchgen.cli.main()
     except SystemExit as end:
         code = end.code or 0
-    sys.stdout.flush(), sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)  # taking the interpreter down would take a second
 """
 
@@ -137,14 +139,23 @@ class WarmServer:
         return json.loads(self.process.stdout.readline())
 
     def start(
-        self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None, env: dict[str, str] | None = None
+        self,
+        *args: str | Path,
+        cwd: Path,
+        faults: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        stdout: str | None = None,
+        stderr: str | None = None,
     ) -> Process:
-        """`faults`: keywords of fault_points.install, for this one command, and `env` more of its environment."""
+        """`faults`: keywords of fault_points.install, for this one command, and `env` more of its environment. `stdout`,
+        `stderr`: files to print to."""
         self.num_started += 1
         out, err = (self.folder / f"{self.num_started}.{name}" for name in ("out", "err"))
         out.touch(), err.touch()  # the child may be slow to open them
-        words = [str(a) for a in args]
-        pid = self._ask(args=words, cwd=str(cwd), stdout=str(out), stderr=str(err), faults=faults, env=env or {})
+        pid = self._ask(
+            args=[str(a) for a in args], cwd=str(cwd), stdout=stdout or str(out), stderr=stderr or str(err), faults=faults,
+            env=env or {},
+        )  # fmt: skip
 
         def poll() -> int | None:
             if pid not in self.codes:
@@ -156,8 +167,9 @@ class WarmServer:
 
         return Process(pid, poll, out, err)
 
-    def run(self, *args: str | Path, cwd: Path, **more: Any) -> Result:
-        return self.start(*args, cwd=cwd, **more).wait()
+    def run(self, *args: str | Path, cwd: Path, **settings: Any) -> Result:
+        """`settings`: see start."""
+        return self.start(*args, cwd=cwd, **settings).wait()
 
 
 def environment() -> dict[str, str]:
@@ -165,10 +177,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
 
 
-def run_cold(*args: str | Path, cwd: Path) -> Result:
+def run_cold(*args: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> Result:
     """A command in a new interpreter, as from a shell."""
     command = [sys.executable, "-c", ENTRY, *map(str, args)]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    env = environment() | (variables or {})
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT)
     return Result(done.returncode, done.stdout, done.stderr)
 
 

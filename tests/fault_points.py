@@ -24,7 +24,8 @@ MAKES_LARGER = {"create", "write", "mkdir", "link"}  # what a full disk refuses
 class Faults:
     """Counts the calls below `folder`. `record`: file that gets the name of each point passed. `at`: the point that strikes.
 
-    `fault`: kill (SIGKILL at the point), refuse (that one call raises ENOSPC), full (it and all later ones that need room).
+    `fault`: kill (SIGKILL at the point), term (SIGTERM there, and once more), refuse (that one call raises ENOSPC), full (it
+    and all later ones that need room).
     """
 
     def __init__(self, folder: str, record: str | None = None, at: str | None = None, fault: str = "kill") -> None:
@@ -59,6 +60,10 @@ class Faults:
         if point == self.at:
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "term":
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
             self.is_full = self.fault == "full"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.is_full and operation in MAKES_LARGER and point.endswith("before"):

@@ -144,6 +144,13 @@ def test_all_problems_of_a_file_and_of_set_at_once(write):
         ("a: [", "line 1, column 5: not valid YAML"),
         ("a: !!python/object:os.system x", "must be|unknown key|not valid YAML|.*could not determine a constructor"),
         ("a: &x [*x]", "a.*alias that contains itself"),
+        ("model: {path: \0}", "not valid YAML: .*character"),
+        ("a: " + "[" * 5000, "not valid YAML: nested too deeply|.*line 1"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 8)}]\n" for old, new in zip("abcdefgh", "bcdefghi")),
+            "not valid YAML: more than 100,000 values",
+        ),
     ],
 )
 def test_files_that_are_no_job(write, text, said):

@@ -1,4 +1,5 @@
-"""JSON lines: one object a line. A line that is none is a bad row; a file that cannot be opened or unpacked is a bad job.
+"""JSON lines: one object a line; of a .json file also one list of them. A line that is none is a bad row, a file that cannot
+be opened or unpacked a bad job.
 
 Read twice: once for the type of every column, which must hold all rows, and once for each use. pyarrow.json is not used: it
 guesses types from the first block, takes text for dates, fills in keys, and fails as a whole for one bad line.
@@ -9,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from io import BufferedReader
+from os.path import splitext
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
 
 from batchgen.data.files import PACKED, InputFile
 from batchgen.data.files_reader import BATCH_BYTES, FilesReader
+from batchgen.data.json_list import begins_list, items, unique_keys
 from batchgen.data.json_shapes import Shape
 from batchgen.data.rows import JSON_VALUES, with_faults
 from batchgen.data.text_files import open_text
@@ -82,9 +86,46 @@ class JsonlReader(FilesReader):
 
     def _lines(self, file: InputFile) -> Iterator[Line]:
         with self._explained(file), open_text(file) as stream:
+            if _suffix(file.path) == ".json" and begins_list(cast(BufferedReader, stream).peek(1024)):
+                yield from _list_items(file, stream)
+                return
             for number, line in enumerate(stream, 1):
                 if not line.isspace():
                     yield Line(number, len(line), parse(line, number))
+
+
+def _suffix(path: str) -> str:
+    return splitext(path.lower().removesuffix(".gz").removesuffix(".zst"))[1]
+
+
+def _list_items(file: InputFile, stream: BinaryIO) -> Iterator[Line]:
+    """The items of a file that is one list. Raises InputError where it is broken: nothing after that can be told apart."""
+    number = 0
+    try:
+        for number, (size, value) in enumerate(items(stream), 1):
+            place = f"item {number} of the list"
+            if isinstance(value, ValueError):
+                yield Line(number, size, RowFault("bad_json", f"{place} is not JSON: {_why(value)}"))
+            else:
+                yield Line(number, size, _checked(value, place))
+    except UnicodeDecodeError:
+        raise InputError(f"{file.path}: holds bytes that are not UTF-8, after item {number} of its list") from None
+    except RecursionError:
+        raise InputError(f"{file.path}: what follows item {number} of its list is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(
+            f"{file.path}: is no list of JSON objects: after item {number}: {error}; mend it, or write one object a line"
+        ) from None
+
+
+def _checked(value: Any, place: str) -> dict[str, Any] | RowFault:
+    if not isinstance(value, dict):
+        return RowFault("bad_json", f'{place} is {_NAMES[type(value)]}, not an object such as {{"question": ...}}')
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return RowFault("not_utf8", f"{place} holds half of a surrogate pair, which is no character")
+    return value
 
 
 def parse(line: bytes, number: int) -> dict[str, Any] | RowFault:
@@ -106,15 +147,7 @@ def parse(line: bytes, number: int) -> dict[str, Any] | RowFault:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)} is there twice in one object")
-    return made
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 _NAMES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
 
 

@@ -29,6 +29,7 @@ from batchgen.data.reader import Reader, require_columns
 from batchgen.data.rows import iter_rows
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import carried_columns, results_schema
+from batchgen.errors import BatchgenError
 from batchgen.job import Job, OutputSection
 
 _PIECE_BYTES = 64 * 2**20
@@ -227,8 +228,12 @@ class ResultsWriter:
             self._open_next()
         assert self._parquet is not None
         table = pa.Table.from_batches(self._held, self.schema)
-        with explain_os_errors(self.folder / self.names[-1]):
-            self._parquet.write_table(table, row_group_size=_ROW_GROUP_ROWS)
+        try:
+            with explain_os_errors(self.folder / self.names[-1]):
+                self._parquet.write_table(table, row_group_size=_ROW_GROUP_ROWS)
+        except pa.ArrowException as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BatchgenError(f"{self.folder}: Parquet cannot hold a column of the input: {said}") from error
         self._rows_in_file += table.num_rows
         self._held, self._bytes_held = [], 0
 

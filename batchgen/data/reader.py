@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -18,7 +19,7 @@ from batchgen.data.files_reader import FilesReader, SourceBatch
 from batchgen.data.hf_dataset import DatasetReader, is_dataset
 from batchgen.data.jsonl import JsonlReader
 from batchgen.data.parquet import ParquetReader
-from batchgen.data.rows import faults_of, row_keys
+from batchgen.data.rows import faults_of, row_keys, without_text
 from batchgen.data.unify import require_columns
 from batchgen.errors import InputError
 from batchgen.job import InputSection
@@ -61,23 +62,39 @@ def open_reader(source: InputSection) -> Reader:
     if source.id_column is not None:
         named["input.id_column"] = source.id_column
     require_columns(reader.schema, named)
-    _refuse_unwritable(reader.schema, reader.schema.names if source.columns is None else source.columns)
+    _refuse_unwritable(reader, reader.schema.names if source.columns is None else source.columns)
     if source.id_column is not None:
         check_ids(reader, source.id_column)
     return reader
 
 
-def _refuse_unwritable(schema: pa.Schema, carried: list[str]) -> None:
-    """Raises InputError for a column that results, which are Parquet, cannot hold: the merge would find out last of all."""
+def _refuse_unwritable(reader: Reader, carried: list[str]) -> None:
+    """Raises InputError for a column that results, which are Parquet, cannot hold: the merge would find out last of all.
+
+    What Parquet keeps as another type (seconds as milliseconds) it may not hold for each value: such columns are read once.
+    """
     for name in carried:
-        field = schema.field(name)
+        field = reader.schema.field(name)
+        schema = pa.schema([field])
+        left_out = "list the columns to carry to the results without it"
         try:
-            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+            sink = pa.BufferOutputStream()
+            pq.ParquetWriter(sink, schema).close()
         except pa.ArrowException:
             raise InputError(
-                f"input.columns: the column {name} is {field.type}, which Parquet cannot hold; list the columns to carry "
-                "to the results without it"
+                f"input.columns: the column {name} is {field.type}, which Parquet cannot hold; {left_out}"
             ) from None
+        if pq.read_schema(pa.BufferReader(sink.getvalue())).field(0).type == field.type:
+            continue
+        with open(os.devnull, "wb") as nowhere, pq.ParquetWriter(nowhere, schema) as writer:
+            for source in reader.batches([name]):
+                try:
+                    writer.write_batch(source.batch.replace_schema_metadata(None))
+                except pa.ArrowException as error:
+                    raise InputError(
+                        f"input.columns: the column {name} is {field.type}, and has a value after row {source.row - 1} that "
+                        f"Parquet cannot hold: {(str(error).splitlines() or [''])[0]}; {left_out}"
+                    ) from None
 
 
 def _open(source: InputSection) -> Reader:
@@ -132,10 +149,11 @@ def _report_duplicate(reader: Reader, column: str, suspects: np.ndarray) -> None
     for source in reader.batches([column]):
         ids = source.batch.column(0)
         for i in np.flatnonzero(np.isin(_keys(source), suspects)):
-            value = ids.slice(i, 1).to_pylist()[0]
+            value = without_text(ids.slice(i, 1)).to_pylist()[0]
             if value in seen:
+                shown = value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
                 raise InputError(
-                    f'input.id_column: {column} "{value}" is in row {seen[value]} and in row {source.row + i}; '
+                    f'input.id_column: {column} "{shown}" is in row {seen[value]} and in row {source.row + i}; '
                     "ids must be unique, or leave id_column out to use positions"
                 )
             if value is not None:

@@ -77,17 +77,21 @@ def row_keys(source: str, source_row: int, num_rows: int, ids: pa.Array | None =
 
 def id_keys(ids: pa.Array) -> np.ndarray:
     """uint64 [len(ids)]. Ids without nulls; text, bytes or whole numbers, else TypeError."""
-    kind = ids.type.value_type if pa.types.is_dictionary(ids.type) else ids.type
-    if pa.types.is_dictionary(ids.type):
-        ids = ids.dictionary_decode()
-    if pa.types.is_string(kind):
-        ids = ids.cast(pa.binary())  # bytes that are not UTF-8 are an id like any other
-    elif pa.types.is_large_string(kind):
-        ids = ids.cast(pa.large_binary())
-    elif not (pa.types.is_integer(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+    ids = without_text(ids)
+    kind = ids.type
+    if not (pa.types.is_integer(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise TypeError(f"ids of type {kind}")
     digest = xxhash.xxh3_64_intdigest
     return np.fromiter((digest(_id_bytes(value)) for value in ids.to_pylist()), np.uint64, count=len(ids))
+
+
+def without_text(ids: pa.Array) -> pa.Array:
+    """Text as its bytes: those that are not UTF-8 are an id like any other. Dictionaries as their values."""
+    if pa.types.is_dictionary(ids.type):
+        ids = ids.dictionary_decode()
+    if pa.types.is_string(ids.type) or pa.types.is_string_view(ids.type):
+        return ids.cast(pa.binary())
+    return ids.cast(pa.large_binary()) if pa.types.is_large_string(ids.type) else ids
 
 
 def _id_bytes(value: object) -> bytes:

@@ -37,6 +37,7 @@ from batchgen.errors import CorruptRunError, RunFolderError
 FORMAT = "batchgen run folder"
 FORMAT_VERSION = 2  # 2: parts say whose answers they hold, by row key and prompt hash
 INPUT_FILE = "input file "  # begins the fingerprint's keys of the input's files
+_KINDS = {"version": int, "batchgen": str, "job": dict, "fingerprint": dict, "state": dict, "history": list}
 _ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
@@ -280,6 +281,9 @@ def read_job_file(path: Path) -> dict[str, Any]:
         raise CorruptRunError(f"{job_file}: cannot be read: {error}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise RunFolderError(f"{path}: not a run folder: its job.json is not batchgen's")
+    for key, kind in _KINDS.items():
+        if not isinstance(record.get(key, [] if key == "history" else None), kind):
+            raise CorruptRunError(f"{job_file}: damaged: what it has as {key} is no {kind.__name__}; put back a copy of it")
     if record["version"] > FORMAT_VERSION:
         raise RunFolderError(f"{path}: made by batchgen {record['batchgen']}, whose format is newer; use that version")
     return record

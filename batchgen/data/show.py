@@ -5,21 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.run_folder import read_job_file
-from batchgen.errors import RunFolderError
+from batchgen.errors import CorruptRunError, RunFolderError
 
 
 def first_rows(path: Path, num_rows: int, width: int) -> list[str]:
     """Lines: the files, then each row with one column a line, values cut to `width` characters.
 
-    Raises RunFolderError if `path` is not a run folder or has no results yet.
+    Raises RunFolderError if `path` is not a run folder or has no results yet, CorruptRunError if they cannot be read.
     """
     read_job_file(path)
     files = sorted((path / "results").glob("*.parquet"))
     if not files:
         raise RunFolderError(f"{path}: no results yet; run the job to its end, `batchgen status {path}` says how far it is")
+    try:
+        return _lines(files, num_rows, width)
+    except (pa.ArrowException, OSError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CorruptRunError(
+            f"{path / 'results'}: cannot be read: {said}; `batchgen merge {path}` writes the results again"
+        ) from None
+
+
+def _lines(files: list[Path], num_rows: int, width: int) -> list[str]:
     counts = [pq.ParquetFile(file).metadata.num_rows for file in files]
     lines = [f"{file}  {count:,} rows" for file, count in zip(files, counts)]
     for file in files:

@@ -59,6 +59,8 @@ def widen(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return widen(_decoded(one), _decoded(other))
     if _is_text(one) != _is_text(other):
         return None
+    if _is_text(one):
+        return pa.large_string() if pa.large_string() in (one, other) else pa.string()
     try:
         schemas = [pa.schema([("", kind)]) for kind in (one, other)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
@@ -94,6 +96,8 @@ def conform(batch: pa.RecordBatch, wanted: pa.Schema, place: str) -> pa.RecordBa
                     f"{place}: column {field.name} is {array.type}, but {field.type} with the other files, and not all of "
                     f"it fits: {(str(error).splitlines() or [''])[0]}; give it one type in all files"
                 ) from None
+        if pa.types.is_dictionary(field.type) and array.dictionary.null_count:  # which Parquet cannot hold
+            array = array.dictionary_decode().dictionary_encode().cast(field.type)
         arrays.append(array)
     return to_batch(arrays, wanted, batch.num_rows)
 

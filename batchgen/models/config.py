@@ -52,6 +52,7 @@ class ModelConfig:
         hf = _parse(family.model_type, config)
         if hf.hidden_act not in ("silu", "swish"):
             raise ModelError(f"config.json: hidden_act {hf.hidden_act!r} is not supported; there is silu")
+        _refuse_impossible_sizes(hf)
         num_heads, num_kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         if num_heads % num_kv_heads:
             raise ModelError(
@@ -107,6 +108,22 @@ def num_matmul_parameters(config: ModelConfig, *, lm_head: bool = True) -> int:
     output = config.num_heads * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
     return config.num_layers * (qkv + output + mlp) + lm_head * config.vocab_size * config.hidden_size
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+_MAX_SIZE = 2**31 - 1
+
+
+def _refuse_impossible_sizes(hf: Any) -> None:
+    for name in _SIZES:
+        size = getattr(hf, name, None)
+        if size is None and name == "head_dim":
+            continue
+        if not isinstance(size, int) or not 1 <= size <= _MAX_SIZE:
+            raise ModelError(f"config.json: {name} must be a whole number from 1 to {_MAX_SIZE:,}, not {size!r}")
 
 
 def _parse(model_type: str, config: dict[str, Any]) -> Any:

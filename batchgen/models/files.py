@@ -91,7 +91,10 @@ def eos_token_ids(files: ModelFiles) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos = files.read_json(name).get("eos_token_id")
-        ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if not all(isinstance(one, int) for one in listed):
+            raise ModelError(f"{files.folder / name}: eos_token_id must be a token id or a list of them, not {eos!r}")
+        ids.update(listed)
     eos_text = files.read_json("tokenizer_config.json").get("eos_token")
     if isinstance(eos_text, dict):
         eos_text = eos_text.get("content")
@@ -110,7 +113,10 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
     Text files by their content. Weights by size, safetensors header and 16 samples of 64 KiB, since hashing 100 GB takes
     minutes; a model converted from GGUF by that file's sha256.
     """
-    names = sorted({p.name for pattern in TEXT_FILES for p in files.folder.glob(pattern)} - {"model.safetensors.index.json"})
+    names = sorted(
+        {p.name for pattern in TEXT_FILES for p in files.folder.glob(pattern) if p.is_file()}
+        - {"model.safetensors.index.json"}
+    )
     prints = {name: hashlib.sha256((files.folder / name).read_bytes()).hexdigest() for name in names}
     if files.gguf_sha256:
         return prints | {"gguf": files.gguf_sha256}
@@ -143,7 +149,10 @@ def _from_folder(source: str, folder: Path, with_weights: bool) -> ModelFiles:
         return ModelFiles(source, folder, ())
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(ModelFiles(source, folder, ()).read_json(index.name).get("weight_map", {}).values()))
+        weight_map = ModelFiles(source, folder, ()).read_json(index.name).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{index}: its weight_map does not say which file holds which tensor; download it again")
+        names = sorted(set(weight_map.values()))
     else:
         names = sorted(p.name for p in folder.glob("*.safetensors"))
         names = ["model.safetensors"] if "model.safetensors" in names else names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from batchgen.environment import prepare_environment
 from batchgen.errors import ModelError
-from batchgen.models.config import ModelConfig
+from batchgen.models.config import ModelConfig, num_matmul_parameters
 from batchgen.models.decoder import Decoder
 from batchgen.models.files import ModelFiles, eos_token_ids, fingerprint, resolve_model
 
@@ -47,6 +49,7 @@ def load_decoder(
     if torch.device(device).type == "cpu":
         prepare_environment()
     config = load_config(files)
+    _refuse_other_weights(config, files.weights)
     decoder = Decoder(config, ops, torch.device(device), dtype, max_model_len)
     fill(decoder, read_tensors(files.weights))
     if decoder.device.type == "cpu" and dtype == torch.float32 and not ops.batch_invariant:
@@ -54,15 +57,33 @@ def load_decoder(
     return decoder.eval()
 
 
+def _refuse_other_weights(config: ModelConfig, paths: tuple[Path, ...]) -> None:
+    """ModelError where config.json speaks of a far larger model than the files hold, before memory is taken for it."""
+    described, stored = num_matmul_parameters(config), 0
+    for path in paths:
+        with _explained(path), safe_open(path, framework="pt") as file:
+            stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    if described > 10 * (stored + 10**6):
+        raise ModelError(
+            f"config.json describes a model of more than {described:,} parameters, but its weights are {stored:,}; "
+            "they do not belong together"
+        )
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path}: not a readable safetensors file: {e}") from e
+
+
 def read_tensors(paths: tuple[Path, ...]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor on the CPU), file after file; a tensor lives until the next one is asked for."""
     for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise ModelError(f"{path}: not a readable safetensors file: {e}") from e
+        with _explained(path), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                yield name, file.get_tensor(name)
 
 
 def fill(decoder: Decoder, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

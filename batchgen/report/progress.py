@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TextIO
@@ -25,7 +26,8 @@ class Progress:
         """One line of information, above the bar."""
         if self._bar is not None:
             self._bar.clear()
-        print(text, file=self.stream, flush=True)
+        with contextlib.suppress(OSError):  # a log on a full disk, a pipe that nobody reads: rows matter more than words
+            print(text, file=self.stream, flush=True)
 
     def phase(self, name: str, total: int | None = None, unit: str = "tok") -> None:
         """Begin a phase (and end the one before). total: in `unit`s."""

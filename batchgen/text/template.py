@@ -16,7 +16,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.errors import JobFileError, ModelError
+from batchgen.errors import JobFileError, ModelError, UsageError
 from batchgen.records import Prompt, RowFault
 from batchgen.text.control_tokens import ControlTokenGuard, restore
 from batchgen.text.tokenizer import Tokenizer
@@ -222,10 +222,13 @@ def _compile(environment: jinja2.Environment, place: str, source: str) -> tuple[
 
 
 def _chat_template(own: str | None, tokenizer: Tokenizer) -> str:
+    kind: type[UsageError]
     if own is not None:
         template = own if "{" in own else _read("prompt.chat_template", own)
+        place, kind = "prompt.chat_template", JobFileError
     elif tokenizer.chat_template is not None:
         template = tokenizer.chat_template
+        place, kind = "the model's own chat template (prompt.chat_template takes another)", ModelError
     else:
         raise ModelError("the model has no chat template; set prompt.chat_template, or write a raw prompt.text")
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -233,7 +236,7 @@ def _chat_template(own: str | None, tokenizer: Tokenizer) -> str:
     try:
         render_jinja_template(conversations=[[{"role": "user", "content": ""}]], chat_template=template)
     except jinja2.TemplateSyntaxError as e:
-        raise JobFileError(f"the chat template cannot be compiled: line {e.lineno}: {e.message}") from e
+        raise kind(f"{place}: cannot be compiled: line {e.lineno}: {e.message}") from e
     except Exception:  # it compiles; whether it takes a row's messages is that row's matter
         return template
     return template

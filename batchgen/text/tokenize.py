@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from batchgen.text.token_store import TokenStoreWriter
 from batchgen.text.tokenizer import Tokenizer
 
 NO_TOKENS = np.empty(0, np.int32)
+BATCH_CHARS = 4 * 2**20
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right", "truncate_middle")
 
 
@@ -39,13 +39,13 @@ def tokenize(
     """Encode all prompts into the writer, in their order; the caller finishes it.
 
     A prompt of more than `max_prompt_tokens` tokens becomes the fault prompt_too_long, or loses tokens at the side that
-    `on_too_long` names. Whatever happens to one row stays in that row. Holds `batch_rows` prompts at a time.
+    `on_too_long` names. Whatever happens to one row stays in that row. Holds `batch_rows` prompts at a time, or fewer long
+    ones: the tokenizer takes some hundred bytes for each token until a batch is done.
     """
     if on_too_long not in ON_TOO_LONG:
         raise ValueError(f"on_too_long {on_too_long!r}: expected one of {', '.join(ON_TOO_LONG)}")
     counts = TokenizeCounts()
-    remaining = iter(prompts)
-    while batch := list(islice(remaining, batch_rows)):
+    for batch in _batches(prompts, batch_rows):
         outcomes = _encode(batch, tokenizer, add_special_tokens)
         token_ids: list[np.ndarray] = []
         faults: list[RowFault | None] = []
@@ -77,6 +77,19 @@ def truncate(ids: np.ndarray, max_tokens: int, where: str) -> np.ndarray:
         return ids[:max_tokens]
     tail = max_tokens // 2
     return np.concatenate([ids[: max_tokens - tail], ids[len(ids) - tail :]])
+
+
+def _batches(prompts: Iterable[Prompt], batch_rows: int) -> Iterator[list[Prompt]]:
+    batch: list[Prompt] = []
+    num_chars = 0
+    for prompt in prompts:
+        batch.append(prompt)
+        num_chars += len(prompt.text or "") + sum(len(text) for text, _ in prompt.segments or ())
+        if len(batch) == batch_rows or num_chars >= BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
 
 
 def _encode(batch: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bool) -> list[np.ndarray | RowFault]:

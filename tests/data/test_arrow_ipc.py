@@ -139,3 +139,23 @@ def test_what_parquet_cannot_hold_is_told_before_work(put, read_input):
     with pytest.raises(InputError, match=r"input.columns: the column i is month_day_nano_interval, which Parquet cannot"):
         read_input(path)
     assert read_input(path, columns=["x"]).num_rows == 1
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.list_(pa.timestamp("s", "UTC"))])
+def test_a_value_that_parquet_cannot_hold_is_told_before_work(put, read_input, kind):
+    """Parquet has no seconds: 10^17 of them are more milliseconds than 64 bits hold."""
+    values = [1, 10**17] if pa.types.is_timestamp(kind) else [[1], [10**17]]
+    batches = [pa.record_batch({"x": [1], "t": pa.array([value], kind)}) for value in values]
+    with pytest.raises(InputError, match=r"input.columns: the column t is .* has a value after row 0 that Parquet cannot"):
+        read_input(put(batches))
+    assert read_input(put(batches), columns=["x"]).num_rows == 2
+    assert read_input(put(batches[:1])).num_rows == 1
+
+
+def test_a_dictionary_with_a_null_among_its_words(put, read_input):
+    """Valid Arrow, and what Parquet's writer refuses: it becomes a null of the row."""
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 1, None, 1], pa.int8()), pa.array([None, "x"]))
+    reader = read_input(put([pa.record_batch({"d": words})]))
+    got = read(reader).column("d")
+    assert got.type == words.type and got.to_pylist() == [None, "x", None, "x"]
+    assert got.chunk(0).dictionary.null_count == 0

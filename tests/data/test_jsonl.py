@@ -236,3 +236,39 @@ def test_shapes_forget_what_cannot_matter():
     for i in range(100):
         shape.see({f"k{i}": i})
     assert shape.arrow_type() is None and shape.fields is None
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.parametrize("piece", [1, 7, 2**18])
+def test_a_json_file_that_is_one_list(name, piece, put, read_input, monkeypatch):
+    """As many tools write it; read in pieces of any size, with the same rules for what is a bad row."""
+    monkeypatch.setattr("batchgen.data.json_list._PIECE_BYTES", piece)
+    text = '\n [ {"x": 1.5, "t": "é ]"},{"x": -12, "t": null} , 123,\n {"x": 1, "x": 2}, {"t": "\\ud83d"}, {} ] \n'.encode()
+    reader = read_input(put(name, gzip.compress(text) if name.endswith("gz") else text))
+    rows = [row for source in reader.batches(None) for row in iter_rows(source.batch, reader.schema.names)]
+    assert rows[:2] == [{"x": 1.5, "t": "é ]"}, {"x": -12.0, "t": None}] and rows[5] == {"x": None, "t": None}
+    assert [row.code for row in rows[2:5]] == ["bad_json", "bad_json", "not_utf8"]
+    assert "item 3 of the list is a number" in rows[2].message and "the key x is there twice" in rows[3].message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"x": 1}, {"x": 2', "after item 1"),
+        ('[{"x": 1} {"x": 2}]', "after item 1: a comma or ] is missing"),
+        ('[{"x": 1},', "after item 1"),
+        ('[{"x": 1}', "after item 1: it ends before its ]"),
+        ('[{"x": 1}] x', "after item 1: something follows"),
+        ('[{"x": 1}, ' + "[" * 100_000, "nested too deeply"),
+        ('[{"x": 1}, {"x": "\udcff"}]', "bytes that are not UTF-8"),
+    ],
+)
+def test_a_broken_list_is_a_bad_file(text, said, put, read_input):
+    with pytest.raises(InputError, match=r"a\.json: ") as told:
+        read_input(put("a.json", text.encode("utf-8", "surrogateescape")))
+    assert said in str(told.value)
+
+
+def test_a_list_without_items_and_a_line_that_is_a_list(put, read_input):
+    assert read_input(put("a.json", b"[ ]")).num_rows == 0
+    assert read_input(put("b.jsonl", b'[1]\n{"x": 1}\n')).num_rows == 2, "in lines, a list is a bad row"

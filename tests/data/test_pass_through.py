@@ -1,6 +1,7 @@
 """Every format up to the results: columns as they were, beside the answers; bad rows null, in their place."""
 
 import datetime
+import decimal
 import json
 import random
 
@@ -73,6 +74,31 @@ def test_arrow_columns_come_out_as_they_went_in(tmp_path, run):
     assert got.select(table.schema.names).cast(table.schema).equals(table)
     assert got.schema.names[: len(table.schema.names)] == table.schema.names
     assert [field.type for field in got.schema][: len(table.schema)] == [field.type for field in table.schema]
+
+
+def test_types_that_parquet_does_not_have_come_out_as_their_like(tmp_path, run):
+    """The README lists them. Not a value changes."""
+    day, second = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 1, 2, 3)
+    kinds = {
+        pa.date64(): (day, pa.date32()),
+        pa.timestamp("s"): (second, pa.timestamp("ms")),
+        pa.time32("s"): (second.time(), pa.time32("ms")),
+        pa.list_(pa.timestamp("s")): ([second], pa.list_(pa.timestamp("ms"))),
+        pa.dictionary(pa.int8(), pa.int64()): (7, pa.int64()),
+        pa.dictionary(pa.int8(), pa.large_string()): ("é", pa.dictionary(pa.int8(), pa.string())),
+        # and as they were
+        pa.duration("s"): (datetime.timedelta(seconds=5), pa.duration("s")),
+        pa.dictionary(pa.int8(), pa.string()): ("é", pa.dictionary(pa.int8(), pa.string())),
+        pa.string_view(): ("é", pa.string_view()),
+        pa.large_list(pa.int8()): ([1], pa.large_list(pa.int8())),
+        pa.decimal256(60, 2): (decimal.Decimal("1.25"), pa.decimal256(60, 2)),
+    }
+    table = pa.table({str(i): pa.array([value, None, value], kind) for i, (kind, (value, _)) in enumerate(kinds.items())})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write(table)
+    got, _ = run(tmp_path / "a.arrow")
+    for i, (value, kind) in enumerate(kinds.values()):
+        assert got[str(i)].to_pylist() == [value, None, value] and got[str(i)].type == kind, got[str(i)].type
 
 
 def test_csv_and_json_text_come_out_as_they_went_in(tmp_path, run, read_input):

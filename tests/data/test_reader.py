@@ -220,6 +220,12 @@ def test_unique_ids_of_every_kind(write, read_input):
         read_input(write("a.parquet", pa.table({"id": ids})), id_column="id")
 
 
+def test_an_id_that_comes_twice_and_is_not_utf8(write, read_input):
+    path = write("a.parquet", pa.table({"id": pa.array([b"\xff", b"x", b"\xff"]).view(pa.string())}))
+    with pytest.raises(InputError, match=r'"\\xff" is in row 0 and in row 2'):
+        read_input(path, id_column="id")
+
+
 def test_a_hash_collision_is_not_a_duplicate(write, read_input, monkeypatch):
     from batchgen.data import reader
 

@@ -106,6 +106,15 @@ def test_a_folder_of_an_older_format_is_refused(folder):
             use()
 
 
+@pytest.mark.parametrize("key", ["state", "fingerprint", "job", "version", "batchgen"])
+def test_a_job_file_whose_parts_are_something_else(folder, key):
+    record = json.loads(folder.job_file.read_text())
+    for damaged in ({**record, key: None}, {name: value for name, value in record.items() if name != key}):
+        folder.job_file.write_text(json.dumps(damaged))
+        with pytest.raises(CorruptRunError, match=f"damaged: what it has as {key} is no"):
+            read_status(folder.path)
+
+
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with (

@@ -22,6 +22,7 @@ def read(reader, column="x"):
         (pa.array([0.5], pa.float32()), pa.array([0.1], pa.float64()), pa.float64()),
         (pa.array(["a"]), pa.array(["b"], pa.large_string()), pa.large_string()),
         (pa.array(["a"]).dictionary_encode(), pa.array(["b"]), pa.string()),
+        (pa.array(["a"], pa.string_view()), pa.array(["b"]), pa.string()),
         (pa.nulls(1), pa.array([[{"role": "user"}]]), pa.list_(pa.struct([("role", pa.string())]))),
         (pa.array([1], pa.timestamp("s")), pa.array([1], pa.timestamp("ns")), pa.timestamp("ns")),
         (pa.array([[1]], pa.list_(pa.int8())), pa.array([[1.5]]), pa.list_(pa.float64())),

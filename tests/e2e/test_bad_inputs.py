@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -223,3 +224,25 @@ def test_models_and_machines_that_are_not_there(sections: dict, said: str, here:
 def test_missing_job_file(here: Path, server: WarmServer) -> None:
     outcome = server.run("run", "nowhere.yaml", cwd=here)
     assert outcome.code == 2 and outcome.error.startswith("nowhere.yaml: cannot read the job file")
+
+
+def test_results_that_are_damaged_are_told_and_written_again(here: Path, server: WarmServer) -> None:
+    write_rows(here / "rows.parquet", GOOD)
+    assert server.run("run", write_job(here), cwd=here).code == 0
+    part = here / "out/results/part-00000.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:99])
+    outcome = server.run("show", "out", cwd=here)
+    assert outcome.code == 1 and "out/results: cannot be read" in outcome.error and "`batchgen merge out`" in outcome.error
+    assert server.run("merge", "out", cwd=here).code == 0 and part.read_bytes() == whole
+
+
+def test_a_chat_template_that_cannot_be_compiled_is_named(here: Path, toy: Path, server: WarmServer) -> None:
+    """The job's own by its key, the model's as the model's."""
+    write_rows(here / "rows.parquet", GOOD)
+    outcome = server.run("run", write_job(here, prompt={"user": "{{ q }}", "chat_template": "{% if"}), cwd=here)
+    assert outcome.code == 2 and outcome.error.startswith("prompt.chat_template: cannot be compiled: line 1")
+    shutil.copytree(toy, here / "other")
+    (here / "other/chat_template.jinja").write_text("{% for %}")
+    outcome = server.run("run", write_job(here, model={"path": "other"}), cwd=here)
+    assert outcome.code == 2 and outcome.error.startswith("the model's own chat template")

@@ -141,6 +141,16 @@ def refuse_at(scene: Scene, scenario: str, point: str, fault: str) -> None:
     scene.check_next_run(left)
 
 
+def stop_at(scene: Scene, scenario: str, point: str) -> None:
+    """Both signals of a scheduler's notice. At the very end of the work it may be too late to break it off."""
+    scene.prepare(scenario)
+    outcome = scene.run(at=point, fault="term")
+    assert outcome.code in (75, 0), f"{point}: {outcome}"
+    assert (outcome.code == 0) == ("stopped by SIGTERM" not in outcome.stderr), f"{point}: {outcome}"
+    assert "Traceback" not in outcome.stderr and "unexpected" not in outcome.stderr, f"{point}: {outcome}"
+    scene.check_next_run(scene.committed())
+
+
 # ---- quick ------------------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +162,13 @@ def test_kill_9_at_a_point(point: str, scene: Scene) -> None:
 @pytest.mark.parametrize("point", ["checkpoint.arrow.tmp write 2 torn", "checkpoint.arrow rename 3 before"])
 def test_kill_9_while_unfinished_answers_are_saved(point: str, scene: Scene) -> None:
     die_at(scene, "changed", point)
+
+
+@pytest.mark.parametrize("point", [point.replace("torn", "before") for point in QUICK_POINTS])
+def test_a_signal_at_a_point(point: str, scene: Scene) -> None:
+    """A handler that only sets a flag, which one place of the loop reads, saves nothing where the signal finds the program
+    somewhere else: in its preparations, in a write, in the final merge."""
+    stop_at(scene, "fresh", point)
 
 
 def test_the_points_are_listed_in_the_docs(scene: Scene) -> None:
@@ -240,6 +257,14 @@ def test_kill_9_at_every_point(scenario: str, scene: Scene) -> None:
     for point in points:
         die_at(scene, scenario, point)
     print(f"\n{scenario}: killed and resumed at {len(points)} points")
+
+
+@pytest.mark.slow
+def test_a_signal_at_every_point(scene: Scene) -> None:
+    points = [point for point in scene.points("fresh") if not point.endswith("torn")]  # a signal tears no write
+    for point in points:
+        stop_at(scene, "fresh", point)
+    print(f"\nstopped and resumed at {len(points)} points")
 
 
 @pytest.mark.slow

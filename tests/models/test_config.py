@@ -58,6 +58,9 @@ def test_bias_flags() -> None:
         (dict(quantization_config={"quant_method": "awq"}), "awq weights"),
         (dict(hidden_size="64"), "hidden_size"),
         (dict(hidden_size=66), "hidden size"),
+        (dict(vocab_size=-1), "vocab_size must be a whole number from 1"),
+        (dict(num_key_value_heads=0), "num_key_value_heads must be"),
+        (dict(num_hidden_layers=10**30), "num_hidden_layers must be"),
     ],
 )
 def test_refused(fields: dict[str, Any], message: str) -> None:

@@ -116,6 +116,25 @@ def test_end_tokens_are_united(folder: Path) -> None:
     assert eos_token_ids(resolve_model(folder)) == frozenset()
 
 
+@pytest.mark.parametrize("eos", ["x", ["x"], {}, 1.5])
+def test_an_end_token_that_is_no_id(eos: object, folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id must be a token id or a list of them"):
+        eos_token_ids(resolve_model(folder))
+
+
+def test_a_config_of_a_far_larger_model_is_refused_before_it_is_built(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=10**9)
+    with pytest.raises(ModelError, match="they do not belong together"):
+        load(folder)
+
+
+def test_an_index_that_is_none(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    with pytest.raises(ModelError, match="weight_map does not say"):
+        resolve_model(folder)
+
+
 def test_fingerprint_follows_content_not_place(folder: Path, tmp_path: Path) -> None:
     before = fingerprint(resolve_model(folder))
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(before)

@@ -202,7 +202,7 @@ def test_what_is_wrong_for_every_row_is_raised_at_once(tokenizer: Tokenizer, tmp
     assert PromptRenderer(section(user="{{ q }}", chat_template=CHATML), bare).render({"q": "x"}, 0, 0).text
     with pytest.raises(JobFileError, match=r"prompt\.user: line 2"):
         PromptRenderer(section(user="a\n{{ q"), tokenizer)
-    with pytest.raises(JobFileError, match="chat template cannot be compiled"):
+    with pytest.raises(JobFileError, match=r"prompt\.chat_template: cannot be compiled"):
         PromptRenderer(section(user="q", chat_template="{% for %}"), tokenizer)
     with pytest.raises(JobFileError, match=r"prompt\.files\.a: .*nowhere"):
         PromptRenderer(section(user="q", files={"a": str(tmp_path / "nowhere")}), tokenizer)

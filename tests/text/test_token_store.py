@@ -226,3 +226,16 @@ def test_prompts_are_taken_batch_by_batch(tokenizer: Tokenizer, tmp_path: Path) 
     with Watching(tmp_path / "t") as writer:
         tokenize(prompts(), tokenizer, writer, add_special_tokens=False, max_prompt_tokens=10, batch_rows=4)
     assert TokenStore.open(tmp_path / "t").num_rows == 9
+
+
+def test_long_prompts_are_encoded_few_at_a_time(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand prompts of a MiB each in one batch would take tens of gigabytes."""
+    monkeypatch.setattr("batchgen.text.tokenize.BATCH_CHARS", 10)
+    sizes: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda texts, add: sizes.append(sum(map(len, texts))) or encode(texts, add))
+    prompts = [Prompt(i, i, text="abcd" * (1 + 4 * (i == 5))) for i in range(9)]
+    store, _ = run(iter(prompts), tokenizer, tmp_path / "t", batch_rows=100, max_prompt_tokens=50)
+    assert sizes == [12, 4 + 4 + 20, 12] and store.lengths.tolist() == [4] * 5 + [20] + [4] * 3
