@@ -124,6 +124,8 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         "steps": counts.num_steps if counts else 0,
         "max_running": counts.max_running if counts else 0,
         "preemptions": counts.num_preemptions if counts else 0,
+        "out_of_memory": counts.num_out_of_memory if counts else 0,
+        "failed_steps": counts.num_failed_steps if counts else 0,
         "rates": {
             "total": (prompt + output) / run_seconds,
             "prompt": prompt / run_seconds,

@@ -57,8 +57,8 @@ while line := sys.stdin.readline():
     sys.argv = ["batchgen", *request["args"]]
     if request["faults"]:
         sys.path.insert(0, tests)
-        import fault_points
-        fault_points.install(**request["faults"])
+        module = __import__(request["faults"].pop("module", "fault_points"))
+        module.install(**request["faults"])
     code = 0
     try:
         batchgen.cli.main()
@@ -136,7 +136,7 @@ class WarmServer:
         return json.loads(self.process.stdout.readline())
 
     def start(self, *args: str | Path, cwd: Path, faults: dict[str, Any] | None = None) -> Process:
-        """`faults`: keywords of fault_points.install, for this one command."""
+        """`faults`: keywords of fault_points.install, or of that of another `module`, for this one command."""
         self.num_started += 1
         out, err = (self.folder / f"{self.num_started}.{name}" for name in ("out", "err"))
         out.touch(), err.touch()  # the child may be slow to open them

@@ -6,7 +6,7 @@ One step is Scheduler.schedule -> KVCache.copy_blocks -> build_batch_inputs -> m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -17,9 +17,11 @@ from batchgen.engine.batch_inputs import build_batch_inputs
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.prefix_groups import GroupRule, spares_enough_reads
+from batchgen.engine.recovery import Recovery
 from batchgen.engine.sampler import SamplingConfig, sample
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.errors import EngineError
 from batchgen.models.config import kv_cache_shape
 from batchgen.models.decoder import Decoder
 from batchgen.records import Window
@@ -71,41 +73,70 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepPlan, Scheduler], None] | None = None,
         resumed: Mapping[tuple[int, int], np.ndarray] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Finished]:
         """Answer every row of `window`; yields in finishing order.
 
         row_keys: [n] uint64 by position in the window. should_stop is asked before each step; once true, the generator
         ends and the running requests are dropped (the caller commits what has finished). resumed: see Scheduler.
+        say is told of steps that fail, see recovery. Raises EngineError if all do.
         """
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(config, pool, window, self.group_rule, resumed)
         scheduler.stats = self.stats.counts
         state, seconds = scheduler.state, self.stats.seconds
+        recovery = Recovery(scheduler, say, lambda prompt: self._computes(prompt, config))
         while not scheduler.done:
             if should_stop():
                 return
+            recovery.advance()
             times = [perf_counter()]
             step = scheduler.schedule()
             times.append(perf_counter())
             yield from scheduler.take_rejected()
             if step is None:
                 continue
-            self.kv_cache.copy_blocks(step.block_copies)
-            inputs = build_batch_inputs(step, state, self.device)
-            times.append(perf_counter())
-            logits = self.model.forward(inputs, self.kv_cache.tensor, self.kv_cache.scale)
-            times.append(perf_counter())
-            slots = step.sample_slots
-            keys = row_keys[state.position[slots]]
-            output_index = state.num_tokens[slots] - state.num_prompt[slots]
-            token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index, self.ops)
-            times.append(perf_counter())
+            failure: Exception | None = None
+            try:
+                self.kv_cache.copy_blocks(step.block_copies)
+                inputs = build_batch_inputs(step, state, self.device)
+                times.append(perf_counter())
+                logits = self.model.forward(inputs, self.kv_cache.tensor, self.kv_cache.scale)
+                times.append(perf_counter())
+                slots = step.sample_slots
+                keys = row_keys[state.position[slots]]
+                output_index = state.num_tokens[slots] - state.num_prompt[slots]
+                token_ids, finite = sample(logits, sampling, keys, state.sample_index[slots], output_index, self.ops)
+                times.append(perf_counter())
+            except Exception as error:
+                failure = error.with_traceback(None)  # its frames hold the step's tensors
+            if failure is not None:
+                recovery.failed(step, failure)
+                continue
+            recovery.succeeded(step)
             if on_step is not None:
                 on_step(step, scheduler)
             finished = scheduler.update(step, token_ids, finite, hits_stop)
             if self.check:
-                pool.check([state.blocks(int(slot)) for slot in state.running])
+                scheduler.pool.check([state.blocks(int(slot)) for slot in state.running])
             times.append(perf_counter())
             for stage, begin, end in zip(seconds, times, times[1:]):
                 seconds[stage] += end - begin
             yield from finished
+        recovery.finish()
+        yield from scheduler.take_rejected()
+
+    def _computes(self, prompt: np.ndarray, config: SchedulerConfig) -> bool:
+        """Whether a token comes after `prompt` ([n] int32). Overwrites the cache and counts nowhere."""
+        zero, stats = np.zeros(1, np.int32), self.stats
+        window = Window(lambda _: prompt, zero, zero + len(prompt), zero, zero, zero + 1, self.block_size)
+        self.stats = EngineStats()
+        try:
+            list(
+                self.generate(window, replace(config, max_tokens=1, num_samples=1), SamplingConfig(), zero.astype(np.uint64))
+            )
+        except EngineError:
+            return False
+        finally:
+            self.stats = stats
+        return True

@@ -64,3 +64,5 @@ class SchedulerStats:
     num_kv_read: int = 0  # key/value tokens read, each shared prefix once a step
     num_kv_visible: int = 0  # the same without sharing
     max_running: int = 0
+    num_out_of_memory: int = 0  # steps that did not fit into memory
+    num_failed_steps: int = 0  # steps that raised something else

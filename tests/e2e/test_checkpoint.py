@@ -1,4 +1,4 @@
-"""kill -9 in the middle of long answers: the next run goes on with the tokens that were saved, and ends with the same text."""
+"""kill -9 in the middle of long answers: the next run goes on with the saved tokens, to the same text."""
 
 from __future__ import annotations
 

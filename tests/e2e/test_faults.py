@@ -281,8 +281,8 @@ The second table leaves out *after*, which to the disk is *before* the next call
 each is durable before the next, which only a power cut would show, is held by `test_the_order_of_durability`."""
 TITLES = {
     "fresh": "A new run: three commits and the merge",
-    "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, a checkpoint in each step, "
-    "old results to replace",
+    "changed": "A finished run whose input has changed: three rows owed, a torn record to cut away, a checkpoint in each "
+    "step, old results to replace",
 }
 MEANING = {".": "the run folder", "..": "the folder that it is in"}
 
