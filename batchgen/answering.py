@@ -15,6 +15,7 @@ from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.writer import PartWriter
 from batchgen.engine.engine import Engine
+from batchgen.engine.recovery import fit_kv_cache
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, hidden_tokens, prepare_cpu
@@ -205,6 +206,7 @@ def answer_window(
         should_stop=should_stop,
         on_step=after_step,
         resumed=resumed,
+        say=meter.progress.say,
     ):
         position = finished.position
         of_row = samples.setdefault(position, [])
@@ -263,12 +265,17 @@ def load_engine(
         device, window, kv_bytes_per_token(inputs.config, kv_dtype), job.engine.kv_memory,
         job.engine.max_num_batched_tokens, job.engine.max_running_requests, inputs.max_tokens, n, more_follow, largest,
     )  # fmt: skip
-    engine = Engine(model, ops, size.num_blocks, job.engine.block_size, device, kv_dtype)
+    engine = fit_kv_cache(
+        lambda num_blocks: Engine(model, ops, num_blocks, job.engine.block_size, device, kv_dtype),
+        size.num_blocks,
+        progress.say,
+    )
     progress.close()
+    num_tokens, share = (engine.num_blocks - 1) * job.engine.block_size, engine.num_blocks / size.num_blocks
     progress.say(
         f"engine: {device} with {threads} threads, {'int8 and ' * int8}{str(dtype).removeprefix('torch.')}, "
-        f"backend {ops.backend} ({ops.backend_reason}), KV pool of {(size.num_blocks - 1) * job.engine.block_size:,} tokens "
-        f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes / 2**20:,.0f} MiB, {size.reason})"
+        f"backend {ops.backend} ({ops.backend_reason}), KV pool of {num_tokens:,} tokens "
+        f"of {str(kv_dtype).removeprefix('torch.')} ({size.kv_bytes * share / 2**20:,.0f} MiB, {size.reason})"
     )
     for choice in ops.choices:
         if choice.implementation != ops.backend:

@@ -7,7 +7,7 @@
     │   ├── ModelError                           model, tokenizer or chat template missing, unreadable or unsupported
     │   └── RunFolderError                       the output folder is locked or belongs to another job
     ├── CorruptRunError           exit code 1    a committed file is missing or damaged
-    ├── EngineError               exit code 1    the engine cannot go on (out of memory, a device fault)
+    ├── EngineError               exit code 1    the engine cannot go on: no memory for one token, every step fails
     └── TooManyFailedRows         exit code 4    the error budget is spent
     Interrupted                   exit code 75   stopped by a signal; run the same command again to go on
 

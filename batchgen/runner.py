@@ -146,6 +146,8 @@ def summarize(merged: MergeSummary, result: EngineResult, seconds: dict[str, flo
         "steps": counts.num_steps,
         "max_running": counts.max_running,
         "preemptions": counts.num_preemptions,
+        "out_of_memory": counts.num_out_of_memory,
+        "failed_steps": counts.num_failed_steps,
         "rates": {
             "total": (prompt + output) / run_seconds,
             "prompt": prompt / run_seconds,

@@ -58,8 +58,8 @@ while line := sys.stdin.readline():
     sys.argv = ["batchgen", *request["args"]]
     if request["faults"]:
         sys.path.insert(0, tests)
-        import fault_points
-        fault_points.install(**request["faults"])
+        module = __import__(request["faults"].pop("module", "fault_points"))
+        module.install(**request["faults"])
     code = 0
     try:
         batchgen.cli.main()
@@ -147,7 +147,8 @@ class WarmServer:
         stdout: str | None = None,
         stderr: str | None = None,
     ) -> Process:
-        """`faults`: keywords of fault_points.install, for this one command, and `env` more of its environment. `stdout`,
+        """`faults`: keywords of fault_points.install, or of that of another `module`, for
+        this one command, and `env` more of its environment. `stdout`,
         `stderr`: files to print to."""
         self.num_started += 1
         out, err = (self.folder / f"{self.num_started}.{name}" for name in ("out", "err"))

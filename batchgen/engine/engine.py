@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -19,9 +19,11 @@ from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.kv_cache import KVCache
 from batchgen.engine.model_runner import ModelRunner, Sampled
 from batchgen.engine.prefix_groups import GroupRule, spares_enough_reads
+from batchgen.engine.recovery import Recovery
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.errors import EngineError
 from batchgen.models.config import kv_cache_shape
 from batchgen.models.decoder import Decoder
 from batchgen.records import Window
@@ -77,39 +79,70 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[StepPlan, Scheduler], None] | None = None,
         resumed: Mapping[tuple[int, int], np.ndarray] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Finished]:
         """Answer every row of `window`; yields in finishing order.
 
         row_keys: [n] uint64 by position in the window. should_stop is asked before each step; once true, the generator
         ends and the running requests are dropped (the caller commits what has finished). resumed: see Scheduler.
+        say is told of steps that fail, see recovery. Raises EngineError if all do.
         """
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(config, pool, window, self.group_rule, resumed)
         scheduler.stats = self.stats.counts
         state, seconds = scheduler.state, self.stats.seconds
         runner = ModelRunner(self.model, self.kv_cache, self.ops, state, sampling, row_keys, self.device, seconds)
+        recovery = Recovery(scheduler, say, lambda prompt: self._computes(prompt, config))
         on_device: deque[tuple[StepPlan, Sampled]] = deque()
         while on_device or not scheduler.done:
             if should_stop():
                 return
+            recovery.advance()
             begin = perf_counter()
             step = scheduler.schedule()
             seconds["schedule"] += perf_counter() - begin
             yield from scheduler.take_rejected()
+            failed: tuple[StepPlan, Exception] | None = None
             if step is not None:
-                on_device.append((step, runner.execute(step)))
-                if on_step is not None:
+                try:
+                    on_device.append((step, runner.execute(step)))
+                except Exception as error:
+                    failed = step, error.with_traceback(None)  # its frames hold the step's tensors
+                if on_step is not None and failed is None:
                     on_step(step, scheduler)
-            elif not on_device:
-                continue
-            while len(on_device) > (0 if step is None else self.ahead):
+            while len(on_device) > (self.ahead if step is not None and failed is None else 0):
                 done, sampled = on_device.popleft()
                 begin = perf_counter()
-                token_ids, finite = sampled.wait()
+                try:
+                    token_ids, finite = sampled.wait()
+                except Exception as error:
+                    failed = done, error.with_traceback(None)
+                    on_device.clear()
+                    break
                 waited = perf_counter()
+                recovery.succeeded(done)
                 finished = scheduler.update(done, token_ids, finite, hits_stop)
                 seconds["wait"] += waited - begin
                 seconds["update"] += perf_counter() - waited
                 if self.check:
-                    pool.check([state.blocks(int(slot)) for slot in state.running])
+                    scheduler.pool.check([state.blocks(int(slot)) for slot in state.running])
                 yield from finished
+            if failed is not None:
+                recovery.failed(*failed)
+        recovery.finish()
+        yield from scheduler.take_rejected()
+
+    def _computes(self, prompt: np.ndarray, config: SchedulerConfig) -> bool:
+        """Whether a token comes after `prompt` ([n] int32). Overwrites the cache and counts nowhere."""
+        zero, stats = np.zeros(1, np.int32), self.stats
+        window = Window(lambda _: prompt, zero, zero + len(prompt), zero, zero, zero + 1, self.block_size)
+        self.stats = EngineStats()
+        try:
+            list(
+                self.generate(window, replace(config, max_tokens=1, num_samples=1), SamplingConfig(), zero.astype(np.uint64))
+            )
+        except EngineError:
+            return False
+        finally:
+            self.stats = stats
+        return True

@@ -94,6 +94,7 @@ class Scheduler:
         self.order = AdmissionOrder(window, config.hidden_tokens)
         self._budget_left = config.max_num_batched_tokens  # for rows that come in with this step
         self.waiting: list[Candidate] = []  # heap in plan order
+        self.held: dict[tuple[int, int], Candidate] | None = None  # not None: only `waiting` may come in, see recovery
         self.forks: dict[int, list[int]] = {}  # slot that prefills a prompt -> slots that will fork from it
         self.rejected: list[Finished] = []  # rows that can never fit, until take_rejected
         self.resumed = dict(resumed or {})  # those whose turn has not come
@@ -112,7 +113,7 @@ class Scheduler:
     @property
     def done(self) -> bool:
         nothing_waits = self.order.next_row is None and not self.waiting
-        return len(self.state.running) == 0 and nothing_waits and not self.rejected
+        return len(self.state.running) == 0 and nothing_waits and not self.rejected and self.held is None
 
     def take_rejected(self) -> list[Finished]:
         """Rows found since the last call that can never fit."""
@@ -122,7 +123,7 @@ class Scheduler:
     def unfinished(self) -> dict[tuple[int, int], np.ndarray]:
         """(position, sample) -> its tokens so far ([n] int32, n > 0), of every request that has some and is not done."""
         s = self.state
-        waiting = {(c.position, c.first_sample): c.outputs for c in self.waiting}
+        waiting = {(c.position, c.first_sample): c.outputs for c in [*self.waiting, *(self.held or {}).values()]}
         running = {(int(s.position[i]), int(s.sample_index[i])): s.outputs(i).copy() for i in s.running.tolist()}
         return {key: ids for key, ids in (self.resumed | waiting | running).items() if len(ids)}
 
@@ -211,7 +212,7 @@ class Scheduler:
     def _may_admit(self) -> bool:
         if self._is_full or self.state.num_free_slots == 0:
             return False
-        return bool(self.waiting) or self.order.next_row is not None
+        return bool(self.waiting) or (self.held is None and self.order.next_row is not None)
 
     def _groups(self, slots: np.ndarray, grants: np.ndarray, first: np.ndarray) -> PrefixGroups:
         """The shared-prefix groups; those of the step before, where nothing has changed that they depend on."""
@@ -301,6 +302,8 @@ class Scheduler:
             short = int(self._blocks_short(self.state.running, grants).sum()) - self.pool.num_free
             if short <= 0 or self.pool.evict(short) >= short:
                 return grants, preempted
+            if len(self.state.running) == 1:
+                raise EngineError("the only running request does not fit into the KV pool; this is a bug in admission")
             victim = int(self.state.running[-1])
             copies[:] = [c for c in copies if c[0] != victim]
             self._preempt(victim)
@@ -361,8 +364,6 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         s = self.state
-        if len(s.running) == 1:
-            raise EngineError("the only running request does not fit into the KV pool; this is a bug in admission")
         children = self.forks.pop(slot, [])
         for child in children:
             s.free_slot(child)
@@ -393,6 +394,15 @@ class Scheduler:
         forks = np.array(children, np.int32)
         self.state.set_running(np.concatenate([self.state.running, forks]))
         return np.append(requests, np.array(parents, np.int32)), np.append(slots, forks)
+
+    def start_over(self) -> None:
+        """All running requests go back into the queue with the tokens that were seen, and the pool is a new one: nothing in
+        the cache is trusted."""
+        for slot in self.state.running[::-1].tolist():
+            self._preempt(slot)
+        self.pool, self._copies = type(self.pool)(self.pool.num_blocks, self.pool.block_size), []
+        for candidate in self.waiting:
+            candidate.num_expected = 0
 
     def _fork(self, parent: int, child: int) -> None:
         """Start `child` as a further sample of the prompt that `parent` completes in this step: full blocks are shared,
@@ -427,7 +437,7 @@ class Scheduler:
             if (fault := self._never_fits(len(prompt), limit)) is not None:
                 self._take(candidate, candidate.num_samples)
                 pool.use(matched[: candidate.num_expected])
-                self._reject(candidate, len(prompt), fault)
+                self.reject(candidate, fault)
                 continue
             known = np.concatenate([prompt, candidate.outputs])
             hit = matched[: (len(known) - 1) // block_size]
@@ -475,7 +485,7 @@ class Scheduler:
     def _next_candidate(self) -> Candidate | None:
         if self.waiting:
             return self.waiting[0]
-        row = self.order.next_row
+        row = self.order.next_row if self.held is None else None
         return None if row is None else self._candidate(row, 0, self.config.num_samples, self.order.uses(row)[1])
 
     def _candidate(self, position: int, first: int, num_samples: int, num_expected: int) -> Candidate:
@@ -544,8 +554,9 @@ class Scheduler:
             )
         return None
 
-    def _reject(self, candidate: Candidate, num_prompt: int, fault: RowFault) -> None:
-        none = np.empty(0, np.int32)
+    def reject(self, candidate: Candidate, fault: RowFault) -> None:
+        """Its requests end with `fault`. It is in no queue any more."""
+        none, num_prompt = np.empty(0, np.int32), int(self.window.lengths[candidate.position])
         for i in range(candidate.num_samples):
             sample = candidate.first_sample + i
             self.rejected.append(Finished(candidate.position, sample, none, FinishReason.ERROR, num_prompt, 0, 0, fault))

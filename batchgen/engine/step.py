@@ -69,3 +69,5 @@ class SchedulerStats:
     num_kv_visible: int = 0  # the same without sharing
     num_late: int = 0  # tokens computed for requests whose end the host had not seen yet
     max_running: int = 0
+    num_out_of_memory: int = 0  # steps that did not fit into memory
+    num_failed_steps: int = 0  # steps that raised something else

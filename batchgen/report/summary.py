@@ -24,7 +24,9 @@ def summary_lines(s: dict[str, Any]) -> list[str]:
             f"{tokens['saved_achieved']:.1%} achieved; "
             f"key/value reads {1 - tokens['kv_read'] / max(tokens['kv_visible'], 1):.1%} fewer than unshared",
             f"engine    {s['steps']} steps, up to {s['max_running']} requests at once, {s['preemptions']} preemptions"
-            + (f" ({tokens['recomputed']:,} tokens computed again)" if tokens["recomputed"] else ""),
+            + (f" ({tokens['recomputed']:,} tokens computed again)" if tokens["recomputed"] else "")
+            + (f"; {s['out_of_memory']} steps ran out of memory" if s["out_of_memory"] else "")
+            + (f"; {s['failed_steps']} steps failed" if s["failed_steps"] else ""),
             f"speed     {s['rates']['total']:,.0f} tokens/s ({s['rates']['prompt']:,.0f} prompt tokens/s as asked, "
             f"{s['rates']['output']:,.0f} generated/s)",
         ]
