@@ -58,11 +58,13 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
         folder = RunFolder(job.output.path)  # not entered: its lock is for those who change what all share
         units = require_units(folder.path)
         inputs = open_inputs(job)
-        folder.check_prepared(job_fingerprint(inputs))
+        prints = job_fingerprint(inputs)
+        folder.check_prepared(prints)
         store = open_store(folder.path)
         rows, output = job_rows(store), job.output
         own = units_of_task(units.costs, task.index, task.count)
         with Worker(folder.path, task) as worker:
+            folder.choose_dtype(prints, worker.store.path)
             progress.say(
                 f"task {task.index} of {task.count} ({task.where}): worker {worker.name}, {len(own)} of {len(units)} units, "
                 "then what others leave"
