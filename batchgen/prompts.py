@@ -15,7 +15,7 @@ import numpy as np
 from batchgen.data.job_rows import JobRows
 from batchgen.data.reader import Reader, open_reader, require_columns
 from batchgen.data.rows import iter_rows, row_keys
-from batchgen.data.run_folder import INPUT_FILE, RunFolder
+from batchgen.data.run_folder import DTYPE, INPUT_FILE, RunFolder
 from batchgen.data.schema import results_schema
 from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.sizing import choose_device, choose_dtype
@@ -82,15 +82,18 @@ def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
     return Inputs(job, reader, files, tokenizer_files, config, tokenizer, renderer, row_filter, max_model_len)
 
 
-def job_fingerprint(inputs: Inputs) -> dict[str, Any]:
-    """Everything that changes an answer: a run folder goes on only with the same."""
+def job_fingerprint(inputs: Inputs, computes_here: bool = True) -> dict[str, Any]:
+    """Everything that changes an answer: a run folder goes on only with the same. computes_here: whether this machine is
+    one of those that answer; if not, engine.dtype may stay open (see run_folder.DTYPE)."""
     job = inputs.job
     prints = job.settings_that_change_answers()
     # the content of model and tokenizer counts, not where they lie
     for name in ("model.path", "model.revision", "model.tokenizer"):
         prints.pop(name)
-    dtype = choose_dtype(job.engine.dtype, choose_device(job.engine.device))
-    prints["engine.dtype"] = "int8" if job.engine.dtype == "int8" else str(dtype).removeprefix("torch.")
+    if job.engine.dtype == "auto" and (computes_here or job.engine.device == "cpu"):
+        prints[DTYPE] = str(choose_dtype("auto", choose_device(job.engine.device))).removeprefix("torch.")
+    elif computes_here:
+        choose_dtype(job.engine.dtype, choose_device(job.engine.device))  # refuses what the device cannot do
     prints |= {f"model file {name}": value for name, value in fingerprint(inputs.files).items()}
     if job.model.tokenizer is not None:
         prints |= {f"tokenizer file {name}": value for name, value in fingerprint(inputs.tokenizer_files).items()}

@@ -34,7 +34,7 @@ def prepare_job(job: Job, num_tasks: int, words: str, progress: Progress | None 
         progress.phase("open")
         inputs = open_inputs(job)
         with RunFolder(job.output.path) as folder:
-            folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs))
+            folder.begin(job.model_dump(mode="json", by_alias=True), job_fingerprint(inputs, computes_here=False))
             with stored_tokens(inputs, folder, progress) as tokens:
                 store = tokens.whole()
             folder.update_state({"num_rows": store.num_rows, "num_samples": job.sampling.n})

@@ -65,6 +65,7 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
         rows, output = job_rows(store), job.output
         own = units_of_task(units.costs, task.index, task.count)
         with Worker(folder.path, task) as worker:
+            folder.choose_dtype(prints, worker.store.path)
             progress.say(
                 f"task {task.index} of {task.count} ({task.where}): worker {worker.name}, {len(own)} of {len(units)} units, "
                 "then what others leave"

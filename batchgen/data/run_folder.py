@@ -7,6 +7,7 @@ commit.log     which parts count
 results/       the merged output, in input order
 summary.json   the figures of the last run that answered something
 products.json  which matrix products a CPU run uses, so that whoever goes on computes the same bits
+dtype          what the first worker computes in, where `prepare` could not know
 
 Of a job that several workers share, see cluster/, also
 
@@ -38,6 +39,7 @@ FORMAT = "batchgen run folder"
 FORMAT_VERSION = 2  # 2: parts say whose answers they hold, by row key and prompt hash
 INPUT_FILE = "input file "  # begins the fingerprint's keys of the input's files
 _KINDS = {"version": int, "batchgen": str, "job": dict, "fingerprint": dict, "state": dict, "history": list}
+DTYPE = "engine.dtype"  # "auto" in the fingerprint: made where nothing is computed, and open until someone computes
 _ABSENT = object()
 _LOCK_PATIENCE = 1.0  # seconds; `status` holds the lock for an instant to see whether it is free
 
@@ -86,7 +88,8 @@ class RunFolder(PartStore):
         if resumed:
             record = self.read()
             self._refuse_old_format(record)
-            changed = _differences(record["fingerprint"], fingerprint)
+            old, fingerprint = self._settle_dtype(record["fingerprint"], fingerprint)
+            changed = _differences(old, fingerprint)
             refused = {key: values for key, values in changed.items() if not _may_change(key, values, fingerprint)}
             if refused:
                 by_position = any(key.startswith(INPUT_FILE) for key in refused)
@@ -116,7 +119,7 @@ class RunFolder(PartStore):
         """
         record = self.read()
         self._refuse_old_format(record)
-        changed = _differences(record["fingerprint"], fingerprint)
+        changed = _differences(*self._settle_dtype(record["fingerprint"], fingerprint))
         refused = {
             key: values
             for key, values in changed.items()
@@ -168,11 +171,27 @@ class RunFolder(PartStore):
         """For a worker, who changes nothing here. Raises RunFolderError if the folder was prepared for another job."""
         record = self.read()
         self._refuse_old_format(record)
-        if changed := _differences(record["fingerprint"], fingerprint):
+        if changed := _differences(*self._settle_dtype(record["fingerprint"], fingerprint)):
             raise RunFolderError(
                 f"{self.path}: this folder was prepared for another job:\n{_listed(changed)}"
                 "set these back; or run `batchgen prepare` again, which says what of it may change"
             )
+
+    def choose_dtype(self, fingerprint: Mapping[str, Any], own: Path) -> None:
+        """Where it is open, make the dtype of this `fingerprint` that of the folder. own: a folder in which only this
+        process writes. Raises RunFolderError if a process that was quicker has another one."""
+        if self.read()["fingerprint"].get(DTYPE) == "auto":
+            write_once(self.path / "dtype", str(fingerprint[DTYPE]).encode(), own)
+            self.check_prepared(fingerprint)
+
+    def _settle_dtype(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Both fingerprints with the dtype that is known, where one leaves it open."""
+        path = self.path / "dtype"
+        if old.get(DTYPE) == "auto" and path.exists():
+            old = {**old, DTYPE: path.read_text()}
+        if new.get(DTYPE) == "auto":
+            return old, {**new, DTYPE: old.get(DTYPE)}
+        return ({**old, DTYPE: new.get(DTYPE)} if old.get(DTYPE) == "auto" else old), new
 
     def products(self) -> dict[str, str]:
         """Which product the layers of each shape run on, as the first process here chose; empty if none has."""

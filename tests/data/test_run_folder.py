@@ -241,3 +241,24 @@ def test_status(tmp_path, answer, holder):
             assert not status.is_finished and time.time() - (status.last_commit_at or 0) < 60
     status = read_status(tmp_path / "run")
     assert (status.num_committed, status.locked_by) == (7, None)
+
+
+def test_a_dtype_that_prepare_left_open_is_that_of_whoever_computes_first(tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.begin({}, {"engine.dtype": "auto", "a": 1})
+        assert folder.begin({}, {"engine.dtype": "auto", "a": 1})
+    one, other = {"engine.dtype": "bfloat16", "a": 1}, {"engine.dtype": "float32", "a": 1}
+    worker = RunFolder(tmp_path / "run")
+    for prints in (one, other):
+        worker.check_prepared(prints)
+    worker.choose_dtype(one, tmp_path)
+    worker.choose_dtype(one, tmp_path)
+    with pytest.raises(RunFolderError, match=r'engine.dtype: was "bfloat16", is now "float32"'):
+        worker.choose_dtype(other, tmp_path)
+    with pytest.raises(RunFolderError, match=r"engine.dtype"), worker as folder:
+        folder.begin({}, other)
+    with worker as folder:
+        assert folder.begin({}, {"engine.dtype": "auto", "a": 1})
+        assert folder.read()["fingerprint"]["engine.dtype"] == "bfloat16"
+        assert folder.check_rerun(one) == {} and folder.check_rerun(other) == {"engine.dtype": "float32"}
+    assert not list(tmp_path.glob("*.tmp"))

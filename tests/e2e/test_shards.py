@@ -77,6 +77,9 @@ def owners(folder: Path) -> Counter[tuple[int, int]]:
 
 def test_three_shards_one_killed_give_the_bytes_of_one_run(scene: Scene, out: Path, server: WarmServer) -> None:
     here, job = scene.here, (scene.job, *TO_OUT)
+    assert server.run("prepare", *job, "--set", "engine.device=auto", cwd=here).code == 0
+    assert json.loads((out / "job.json").read_text())["fingerprint"]["engine.dtype"] == "auto", "a GPU may be elsewhere"
+    shutil.rmtree(out)
     refused = server.run("run", *job, "--shard", "1/3", cwd=here)
     assert refused.code == 2 and "run `batchgen prepare JOB --tasks N` first" in refused.error
     prepared = server.run("prepare", *job, "--tasks", "3", cwd=here)
@@ -92,6 +95,8 @@ def test_three_shards_one_killed_give_the_bytes_of_one_run(scene: Scene, out: Pa
     assert victim.wait_until(lambda: CommitLog(out / "workers/0001.0/commit.log").read() != [])
     victim.send(signal.SIGKILL)
     assert victim.wait().code == -signal.SIGKILL
+    other = server.run("run", *job, "--shard", "2/3", "--set", "engine.dtype=bfloat16", cwd=here)
+    assert other.code == 2 and 'engine.dtype: was "float32", is now "bfloat16"' in other.stderr
     early = server.run("merge", "out", cwd=here)
     assert early.code == 1 and "rows have no answer yet, in units 0-7 of tasks 0-2" in early.error, early
     assert "--shard I/3 (I: 0, 1, 2), then: batchgen merge out" in early.error
