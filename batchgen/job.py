@@ -278,6 +278,9 @@ class EngineSection(Section):
     max_running_requests: PositiveOrAuto = Field("auto", description="Requests that run at the same time, at most")
     prefix_cache: bool = Field(True, description="Compute a prefix that prompts share only once")
     threads: PositiveOrAuto = Field("auto", description="CPU threads")
+    replicas: PositiveOrAuto = Field(
+        1, description="Processes with a model each that share the job; auto is one for each GPU, and one on a CPU"
+    )
 
     @field_validator("device")
     @classmethod

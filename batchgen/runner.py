@@ -14,7 +14,9 @@ import numpy as np
 
 from batchgen.answering import EngineResult, answer, owed_windows
 from batchgen.cluster.owed import missing_rows, owed_units
+from batchgen.cluster.replicas import run_replicas
 from batchgen.cluster.units import read_units
+from batchgen.cluster.worker import num_replicas
 from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
 from batchgen.data.reader import open_reader
@@ -50,7 +52,8 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
             resumed = only is None and folder.begin(job.model_dump(mode="json", by_alias=True), prints)
             folder.update_state({"num_samples": job.sampling.n, "finished": False})
             with stored_tokens(inputs, folder, progress) as tokens:
-                is_shared = only is not None or (folder.path / "workers").is_dir()
+                with_replicas = only is None and num_replicas(job) > 1
+                is_shared = only is not None or with_replicas or (folder.path / "workers").is_dir()
                 store, output = tokens.whole() if is_shared else tokens.head(), job.output
                 with PartWriter(
                     folder, job_rows(store), output.commit_rows, output.commit_seconds, output.compression
@@ -74,8 +77,13 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                             f"going on in {folder.path}: {len(writer.finished())}{of} rows are done"
                             + ("; the input has changed since" if folder.input_has_changed else "")
                         )
-                    portions = owed_windows(inputs, folder, tokens, writer, chosen)
-                    result = answer(inputs, folder, portions, writer, progress, stop, lambda: tokens.failed)
+                    if with_replicas:
+                        folder.update_state({"num_rows": store.num_rows})
+                        result = run_replicas(inputs, folder, store, writer, progress, stop)
+                        tell_adopted(writer, progress)
+                    else:
+                        portions = owed_windows(inputs, folder, tokens, writer, chosen)
+                        result = answer(inputs, folder, portions, writer, progress, stop, lambda: tokens.failed)
                     rows = writer.rows
             if only is not None:
                 folder.end_rerun()

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from batchgen.answering import EngineResult, Portion, answer
 from batchgen.cluster.environment import ArrayTask, batch_job
 from batchgen.cluster.leases import PATIENCE, Leases
@@ -27,7 +29,8 @@ from batchgen.data.part_store import PartStore
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.workers import AllAnswers
 from batchgen.data.writer import PartWriter
-from batchgen.errors import Interrupted, UsageError
+from batchgen.engine.sizing import choose_device
+from batchgen.errors import Interrupted, RunFolderError, UsageError
 from batchgen.job import Job
 from batchgen.plan.shards import units_of_task
 from batchgen.prompts import job_fingerprint, job_rows, open_inputs
@@ -45,13 +48,18 @@ def run_shard(job: Job, task: ArrayTask, progress: Progress | None = None, paren
     parent: id of the process that this one is not to outlive.
     """
     progress = progress or Progress()
+    if (replicas := num_replicas(job)) > 1:
+        raise UsageError(
+            f"engine.replicas: {replicas} with --shard: a task is one worker; start {replicas} times as many tasks, "
+            "with one GPU each, or set it to 1"
+        )
     with StopSignals() as stop:
         progress.phase("open")
         folder = RunFolder(job.output.path)  # not entered: its lock is for those who change what all share
         units = require_units(folder.path)
         inputs = open_inputs(job)
         folder.check_prepared(job_fingerprint(inputs))
-        store = TokenStore.open(folder.path / "tokens.arrow")
+        store = open_store(folder.path)
         rows, output = job_rows(store), job.output
         own = units_of_task(units.costs, task.index, task.count)
         with Worker(folder.path, task) as worker:
@@ -164,6 +172,22 @@ class Worker:
         write_atomically(self.store.path / "worker.json", lambda file: file.write(json.dumps(about, indent=2).encode()))
 
 
+def open_store(folder: Path) -> TokenStore:
+    """Raises RunFolderError if it is not there."""
+    try:
+        return TokenStore.open(folder / "tokens.arrow")
+    except FileNotFoundError:
+        raise RunFolderError(f"{folder}: tokens.arrow is not there; run `batchgen prepare` again") from None
+
+
+def num_replicas(job: Job) -> int:
+    """auto: a GPU each, or one on a CPU."""
+    if job.engine.replicas != "auto":
+        return job.engine.replicas
+    device = choose_device(job.engine.device)
+    return torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
+
+
 def patience() -> float:
     """Seconds without a beat after which a worker is taken for dead. Raises UsageError."""
     text = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE))
@@ -177,10 +201,13 @@ def patience() -> float:
 
 
 def end_with(parent: int | None) -> Callable[[], None]:
-    """A check that ends this process in order if it has another parent now."""
+    """A check that ends this process in order, once, if it has another parent now."""
+    told = False
 
     def check() -> None:
-        if parent is not None and os.getppid() != parent:
+        nonlocal told
+        if parent is not None and os.getppid() != parent and not told:
+            told = True
             os.kill(os.getpid(), signal.SIGTERM)
 
     return check

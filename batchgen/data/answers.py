@@ -25,6 +25,7 @@ from batchgen.records import Part
 
 BUCKET_ANSWERS = 65_536
 BUCKET_BYTES = 256 * 2**20
+GRID_ANSWERS = 1024
 
 
 class SortedAnswers:
@@ -35,6 +36,7 @@ class SortedAnswers:
 
     def __init__(self, store: PartStore, parts: list[Part], rows: JobRows, n: int, spill: Path):
         self.store, self.parts, self.rows, self.n, self.spill = store, parts, rows, n, spill
+        self.grid_rows = max(1, GRID_ANSWERS // n)  # buckets are multiples of it
         self.bucket_rows = self._rows_in_a_bucket()
         self.num_buckets = -(-len(rows) // self.bucket_rows)
 
@@ -66,7 +68,7 @@ class SortedAnswers:
         fit = BUCKET_ANSWERS
         if num_answers:
             fit = min(fit, int(BUCKET_BYTES / max(1, num_bytes / num_answers)))
-        return max(1, fit // self.n)
+        return max(1, fit // self.n // self.grid_rows) * self.grid_rows
 
     def _placed(self, part: Part) -> pa.Table:
         """The answers in a part that are those of a row now, `row` being where it stands now, in ANSWER_SCHEMA."""

@@ -1,6 +1,7 @@
 """Input rows and committed answers, zipped into results/: input order, all input columns as they were, answers beside them.
 
-Written to results.tmp, then swapped in. It may be repeated; whatever a crash leaves, a repeat mends.
+Written to results.tmp, then swapped in. It may be repeated; whatever a crash leaves, a repeat mends. Where files and row
+groups end depends on input and answers alone, not on how the answers came to be in parts: same content, same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.answers import SortedAnswers
@@ -29,7 +31,6 @@ from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import carried_columns, results_schema
 from batchgen.job import Job, OutputSection
 
-_PIECE_ANSWERS = 4096
 _PIECE_BYTES = 64 * 2**20
 _ROW_GROUP_ROWS = 65_536
 _ROW_GROUP_BYTES = 128 * 2**20
@@ -65,7 +66,8 @@ def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) ->
     tally = _Tally()
     with ResultsWriter(aside, schema, job.output) as writer:
         for asked, answered in _zip(reader, job, rows.rows, answers):
-            writer.write(_joined(asked, answered, schema, job, tally))
+            num_bytes = asked.nbytes + _answer_bytes(answered)
+            writer.write(_joined(asked, answered, schema, job, tally), num_bytes)
     with explain_os_errors(folder.results):
         shutil.rmtree(aside / "spill", ignore_errors=True)
         fsync_folder(aside)
@@ -79,6 +81,12 @@ def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) ->
     return MergeSummary(
         files, len(rows) * n, dict(tally.status), dict(tally.error_code), tally.num_correct, tally.num_scored
     )
+
+
+def _answer_bytes(answered: pa.RecordBatch) -> int:
+    """About; and unlike nbytes the same however it lies in memory."""
+    text = pc.sum(pc.binary_length(answered.column("generated_text"))).as_py() or 0
+    return int(text) + 4 * int(pc.sum(answered.column("num_output_tokens")).as_py() or 0) + 64 * answered.num_rows
 
 
 def _recover(results: Path, old: Path) -> None:
@@ -96,14 +104,15 @@ def _zip(
     n, bucket, bucket_start = answers.n, None, -answers.bucket_rows
     for begin, batch in _job_rows(reader, _columns_read(reader, job), rows):
         row_bytes = batch.get_total_buffer_size() / max(1, batch.num_rows)
-        piece_rows = max(1, min(_PIECE_ANSWERS // n, int(_PIECE_BYTES / max(1, row_bytes * n))))
+        piece_rows = max(1, int(_PIECE_BYTES / max(1, row_bytes * n)))
         done = 0
         while done < batch.num_rows:
             at = begin + done
             if at >= bucket_start + answers.bucket_rows:
                 bucket, bucket_start = next(buckets), bucket_start + answers.bucket_rows
             assert bucket is not None
-            size = min(piece_rows, batch.num_rows - done, bucket_start + answers.bucket_rows - at)
+            # buckets end at multiples of the grid too, so no piece ends where it would not with other buckets
+            size = min(piece_rows, batch.num_rows - done, answers.grid_rows - at % answers.grid_rows)
             asked = batch.slice(done, size)
             if n > 1:
                 asked = asked.take(pa.array(np.repeat(np.arange(size), n)))
@@ -176,6 +185,7 @@ class ResultsWriter:
         self._parquet: pq.ParquetWriter | None = None
         self._rows_in_file = 0
         self._held: list[pa.RecordBatch] = []
+        self._bytes_held = 0
 
     def __enter__(self) -> ResultsWriter:
         return self
@@ -190,16 +200,20 @@ class ResultsWriter:
             with contextlib.suppress(OSError):  # what it writes on closing; the error that led here is the one to tell
                 self._file.close()
 
-    def write(self, batch: pa.RecordBatch) -> None:
+    def write(self, batch: pa.RecordBatch, num_bytes: int) -> None:
+        """num_bytes: of the batch, by which row groups are kept small."""
+        bytes_per_row = num_bytes // max(1, batch.num_rows)
         while batch.num_rows:
             room = self.output.rows_per_file - self._rows_in_file - self._rows_held
             if room == 0:
                 self._flush()
                 self._close_file()
                 continue
-            self._held.append(batch.slice(0, room))
-            batch = batch.slice(room)
-            if self._rows_held >= _ROW_GROUP_ROWS or sum(one.nbytes for one in self._held) >= _ROW_GROUP_BYTES:
+            taken = batch.slice(0, min(room, _ROW_GROUP_ROWS - self._rows_held))
+            self._held.append(taken)
+            self._bytes_held += taken.num_rows * bytes_per_row
+            batch = batch.slice(taken.num_rows)
+            if self._rows_held == _ROW_GROUP_ROWS or self._bytes_held >= _ROW_GROUP_BYTES:
                 self._flush()
 
     @property
@@ -216,7 +230,7 @@ class ResultsWriter:
         with explain_os_errors(self.folder / self.names[-1]):
             self._parquet.write_table(table, row_group_size=_ROW_GROUP_ROWS)
         self._rows_in_file += table.num_rows
-        self._held = []
+        self._held, self._bytes_held = [], 0
 
     def _open_next(self) -> None:
         self.names.append(f"part-{len(self.names):05d}.parquet")

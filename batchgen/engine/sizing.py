@@ -57,9 +57,14 @@ def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "auto" else torch.float8_e4m3fn
 
 
+def num_threads(threads: int | str) -> int:
+    """auto: the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if threads == "auto" else int(threads)
+
+
 def prepare_cpu(threads: int | str) -> int:
-    """Set torch's threads (auto: the cores this process may use), and keep freed memory in the process."""
-    count = len(os.sched_getaffinity(0)) if threads == "auto" else int(threads)
+    """Set torch's threads and keep freed memory in the process."""
+    count = num_threads(threads)
     torch.set_num_threads(count)
     # glibc returns large blocks to the kernel at once, and each step would fault its activations in again: 10 to 25 % of
     # a small model's step. M_MMAP_THRESHOLD (-3) and M_TRIM_THRESHOLD (-1); other C libraries have no mallopt.

@@ -56,6 +56,20 @@ def test_a_task_that_runs_again_goes_on_at_once(tmp_path: Path) -> None:
     assert again.next_unit(range(3)) == 1 and again.next_unit(range(3)) is None
 
 
+def test_who_waits_takes_over_from_the_dead_and_leaves_the_living_alone(tmp_path: Path) -> None:
+    alive, dead = (Leases(tmp_path, f"task-{i}.0", 2, patience=0.4) for i in range(2))
+    assert (alive.next_unit(range(1)), dead.next_unit(range(1, 2))) == (0, 1)
+    with alive.beating():
+        waiting = Leases(tmp_path, "task-2.0", 2, patience=0.4)
+        assert waiting.wait_for_unit(range(0)) == 1, "of the one without a beat"
+        waiting.finish(1)
+        assert waiting.wait_for_unit(range(0)) is None and not waiting.all_done, "the other one lives"
+    assert waiting.wait_for_unit(range(0)) == 0, "until its beat ends"
+    assert Leases.holders(tmp_path) == {0: "task-2.0", 1: "task-2.0"}
+    waiting.finish(0)
+    assert waiting.wait_for_unit(range(2)) is None and waiting.all_done
+
+
 def test_runs_of_neighbours() -> None:
     assert _longest_run([0, 2, 3, 4, 7, 8]) == [2, 3, 4] and _longest_run([]) == []
 

@@ -13,7 +13,9 @@ from some_rows import some_rows
 
 from batchgen.data import answers
 from batchgen.data import merge as merge_module
+from batchgen.data.commit_log import CommitLog
 from batchgen.data.merge import merge
+from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import ANSWER_SCHEMA, results_schema
 from batchgen.data.status import read_status
 from batchgen.data.writer import PartWriter
@@ -46,7 +48,7 @@ def buckets(request, monkeypatch):
     if request.param == "many buckets":
         monkeypatch.setattr(answers, "BUCKET_ANSWERS", 7)
         monkeypatch.setattr(answers, "BUCKET_BYTES", 2000)  # spill often, several streams a file
-        monkeypatch.setattr(merge_module, "_PIECE_ANSWERS", 4)
+        monkeypatch.setattr(answers, "GRID_ANSWERS", 4)
     return request.param
 
 
@@ -298,9 +300,35 @@ def test_old_results_stay_if_a_repeat_fails(write, run, read_input, make_job, fo
     assert pq.read_table(folder.results).equals(first)
 
 
+def test_the_same_answers_give_the_same_bytes_however_they_were_committed(
+    tmp_path, write, read_input, make_job, folder, answer, monkeypatch
+):
+    """Parts of other sizes and in another order make other buckets; row groups and files end where they did."""
+    monkeypatch.setattr(answers, "GRID_ANSWERS", 8)
+    monkeypatch.setattr(answers, "BUCKET_BYTES", 6000)
+    monkeypatch.setattr(merge_module, "_ROW_GROUP_BYTES", 4000)
+    path = write("a.parquet", {"x": list(range(300))}, row_group_size=70)
+    text = {row: f"{row} " * (row * 7 % 50) for row in range(300)}
+    images, num_buckets = [], []
+    for order, commit_rows in ((range(300), 300), (reversed(range(300)), 7)):
+        with RunFolder(tmp_path / f"run-{commit_rows}") as one:
+            one.begin({}, {})
+            with PartWriter(one, some_rows(300), commit_rows=commit_rows) as writer:
+                for row in order:
+                    writer.add(answer(row, text=text[row], fault="too_long" if row % 90 == 3 else None))
+            merge(read_input(path), make_job(path, rows_per_file=130), one, some_rows(300), 1)
+            parts = CommitLog(one.commit_log).read()
+            num_buckets.append(answers.SortedAnswers(one, parts, some_rows(300), 1, tmp_path / "spill").num_buckets)
+            images.append([file.read_bytes() for file in sorted(one.results.iterdir())])
+            groups = [pq.read_metadata(file).num_row_groups for file in sorted(one.results.iterdir())]
+    assert images[0] == images[1] and len(images[0]) == 3 and min(groups) > 1
+    assert num_buckets[0] != num_buckets[1], "or nothing is shown"
+
+
 def test_memory_does_not_grow_with_the_job(write, read_input, make_job, folder, answer, monkeypatch):
     """Peak Arrow memory of the merge, for N and for 8 N rows, with buckets and pieces made small."""
     monkeypatch.setattr(answers, "BUCKET_ANSWERS", 500)
+    monkeypatch.setattr(answers, "GRID_ANSWERS", 100)
     monkeypatch.setattr(answers, "BUCKET_BYTES", 2**20)
     monkeypatch.setattr(merge_module, "_ROW_GROUP_BYTES", 2**20)
     peaks = []

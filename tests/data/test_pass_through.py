@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from some_rows import some_rows
 
-from batchgen.data import merge as merge_module
+from batchgen.data import answers
 from batchgen.data.merge import merge
 from batchgen.data.rows import iter_rows, row_keys
 from batchgen.data.schema import results_schema
@@ -21,7 +21,7 @@ from batchgen.errors import UsageError
 @pytest.fixture(params=[4, 4096])
 def run(request, folder, read_input, make_job, answer, monkeypatch):
     """Answer all rows n times in random order, merge, and return the results and the summary."""
-    monkeypatch.setattr(merge_module, "_PIECE_ANSWERS", request.param)
+    monkeypatch.setattr(answers, "GRID_ANSWERS", request.param)
 
     def run(path, n=1, faults=(), text=None, **output):
         reader = read_input(path)

@@ -28,6 +28,7 @@ DOCS = ROOT / "docs/crash-points.md"
 QUICK_POINTS = [  # one of each kind; the slow sweep takes all
     "job.json rename 1 before",
     "tokens.arrow.tmp write 1 torn",
+    "products.json link 1 before",
     "parts/part-000002.parquet.tmp write 1 torn",
     "parts/part-000002.parquet rename 1 after",
     "parts fsync 2 after",
