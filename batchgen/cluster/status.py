@@ -48,19 +48,16 @@ class ArrayStatus:
     run_again: str | None  # the command for tasks that are silent or ended without finishing, while answers are missing
 
 
-def read_array_status(path: Path, now: float | None = None) -> ArrayStatus:
-    """Raises what read_status raises, and RunFolderError if `batchgen prepare` has not made the job ready for tasks.
-
-    now: the time, seconds since 1970; compared with the times of files only.
-    """
+def read_array_status(path: Path) -> ArrayStatus:
+    """Raises what read_status raises, and RunFolderError if `batchgen prepare` has not made the job ready for tasks."""
     run = read_status(path)
     units = require_units(path)
-    now = time.time() if now is None else now
+    now = time.time()
     adopted = {part.checksum for part in CommitLog(path / "commit.log").read()}
     attempts: dict[int, list[Path]] = {task: [] for task in range(units.num_tasks)}
     num_committed, num_failed = run.num_committed, run.num_failed
     answered: dict[int, int] = {}
-    for worker in sorted(path.glob("workers/*.*"), key=_name):
+    for worker in sorted(path.glob("workers/[0-9]*.[0-9]*"), key=_name):
         task, _ = _name(worker)
         attempts.setdefault(task, []).append(worker)
         parts = CommitLog(worker / "commit.log").read()
