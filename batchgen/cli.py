@@ -176,6 +176,7 @@ def submit(
     job = load_job(job_file, overrides or [])
     from batchgen.cluster import submit as slurm
 
+    slurm.check_job(job)
     folder = Path(job.output.path).absolute()
     scripts = slurm.write_scripts(
         job_file, overrides or [], folder, array, context.args, Path.cwd(), slurm.may_be_offline(job)

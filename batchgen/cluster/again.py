@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def commands_to_rerun(folder: Path, job: str, num_tasks: int, tasks: Sequence[int]) -> list[str]:
-    """Shell commands, each to be run by itself. job: the job file and its --set, as `prepare` was given them."""
+def command_to_rerun(folder: Path, job: str, num_tasks: int, tasks: Sequence[int]) -> str:
+    """A shell command. job: the job file and its --set, as `prepare` was given them; tasks: not empty."""
     script = folder.absolute() / "submit" / "answer.sh"
     if script.exists():
-        return [f"sbatch --array={','.join(map(str, tasks))} {shlex.quote(str(script))}"]
-    return [f"batchgen run {job} --shard {task}/{num_tasks}" for task in tasks]
+        return f"sbatch --array={','.join(map(str, tasks))} {shlex.quote(str(script))}"
+    if len(tasks) == 1:
+        return f"batchgen run {job} --shard {tasks[0]}/{num_tasks}"
+    return f"for i in {' '.join(map(str, tasks))}; do batchgen run {job} --shard $i/{num_tasks}; done"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.cluster.again import commands_to_rerun
+from batchgen.cluster.again import command_to_rerun
 from batchgen.cluster.leases import Leases
 from batchgen.cluster.units import Units
 from batchgen.data.ledger import Ledger
@@ -32,7 +32,7 @@ def missing_rows(folder: Path, units: Units, owed: list[int], ledger: Ledger) ->
     holders = Leases.holders(folder)
     first_owner = {u: i for i in range(units.num_tasks) for u in units_of_task(units.costs, i, units.num_tasks)}
     tasks = sorted({int(holders[u].partition(".")[0]) if u in holders else first_owner[u] for u in owed})
-    again = " and ".join(commands_to_rerun(folder, units.job, units.num_tasks, tasks))
+    again = command_to_rerun(folder, units.job, units.num_tasks, tasks)
     return CorruptRunError(
         f"{folder}: {num_missing} of {len(ledger.rows)} rows have no answer yet, in units {_ranges(owed)} of tasks "
         f"{_ranges(tasks)}; what is answered is safe. Run them again: {again}, "

@@ -10,9 +10,8 @@ import pyarrow as pa
 from batchgen.cluster.owed import owed_units
 from batchgen.cluster.units import Units, read_units, write_units
 from batchgen.data.run_folder import RunFolder
-from batchgen.data.standard_input import NAME as STANDARD_INPUT
+from batchgen.data.standard_input import refuse_standard_input
 from batchgen.data.workers import AllAnswers
-from batchgen.errors import InputError
 from batchgen.job import Job
 from batchgen.plan.shards import cut, num_units, row_costs
 from batchgen.prompts import Inputs, entry_ranges, job_fingerprint, job_rows, open_inputs, plan_rows, stored_tokens
@@ -80,8 +79,3 @@ def cut_units(inputs: Inputs, store: TokenStore, num_tasks: int, job: str) -> Un
     values = np.concatenate([np.empty(0, np.int64), *entries])
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
     return Units(lists, np.array(costs), num_tasks, job)
-
-
-def refuse_standard_input(job: Job) -> None:
-    if job.input.path == STANDARD_INPUT:
-        raise InputError("input.path: - is standard input, which only one process can read; save the rows to a file first")

@@ -24,9 +24,10 @@ import torch
 from batchgen.answering import EngineResult
 from batchgen.cluster.environment import ArrayTask
 from batchgen.cluster.owed import owed_units
-from batchgen.cluster.prepare import refuse_standard_input, shared_units
+from batchgen.cluster.prepare import shared_units
 from batchgen.cluster.worker import num_replicas, run_shard
 from batchgen.data.run_folder import RunFolder
+from batchgen.data.standard_input import refuse_standard_input
 from batchgen.data.writer import PartWriter
 from batchgen.engine.sizing import available_memory, choose_device, num_threads
 from batchgen.engine.step import SchedulerStats

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.cluster.again import commands_to_rerun
+from batchgen.cluster.again import command_to_rerun
 from batchgen.cluster.leases import PATIENCE
 from batchgen.cluster.units import require_units
 from batchgen.data.commit_log import CommitLog
@@ -45,22 +45,19 @@ class ArrayStatus:
     tasks: list[TaskStatus]
     tokens_per_second: float  # of the tasks that run
     eta_seconds: float | None  # None if none runs, or nothing is known yet
-    run_again: list[str]  # commands for the tasks that have ended without finishing or are silent, while answers are missing
+    run_again: str | None  # the command for tasks that are silent or ended without finishing, while answers are missing
 
 
-def read_array_status(path: Path, now: float | None = None) -> ArrayStatus:
-    """Raises what read_status raises, and RunFolderError if `batchgen prepare` has not made the job ready for tasks.
-
-    now: the time, seconds since 1970; compared with the times of files only.
-    """
+def read_array_status(path: Path) -> ArrayStatus:
+    """Raises what read_status raises, and RunFolderError if `batchgen prepare` has not made the job ready for tasks."""
     run = read_status(path)
     units = require_units(path)
-    now = time.time() if now is None else now
+    now = time.time()
     adopted = {part.checksum for part in CommitLog(path / "commit.log").read()}
     attempts: dict[int, list[Path]] = {task: [] for task in range(units.num_tasks)}
     num_committed, num_failed = run.num_committed, run.num_failed
     answered: dict[int, int] = {}
-    for worker in sorted(path.glob("workers/*.*"), key=_name):
+    for worker in sorted(path.glob("workers/[0-9]*.[0-9]*"), key=_name):
         task, _ = _name(worker)
         attempts.setdefault(task, []).append(worker)
         parts = CommitLog(worker / "commit.log").read()
@@ -82,7 +79,7 @@ def read_array_status(path: Path, now: float | None = None) -> ArrayStatus:
         tasks,
         sum(task.tokens_per_second for task in running),
         num_missing / rate if num_missing and rate else None,
-        commands_to_rerun(path, units.job, units.num_tasks, lost) if lost else [],
+        command_to_rerun(path, units.job, units.num_tasks, lost) if lost else None,
     )
 
 
@@ -145,8 +142,7 @@ def array_lines(status: ArrayStatus) -> list[str]:
         rate = f", {task.tokens_per_second:,.0f} tokens/s" if task.state == "running" else ""
         lines.append(f"task {task.task}: {task.state}{where}{attempt}, {task.num_answered:,} answers{rate}{said}")
     if status.run_again:
-        lines.append("run again, unless Slurm does it (squeue):")
-        lines += [f"  {command}" for command in status.run_again]
+        lines.append(f"run again, unless Slurm does it (squeue): {status.run_again}")
     lines.append(f"finished: {run.path / 'results'}" if run.is_finished else f"not merged yet: batchgen merge {run.path}")
     return lines
 

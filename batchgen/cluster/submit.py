@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from batchgen.cluster.environment import NUM_TASKS
 from batchgen.data.hf_dataset import is_dataset
+from batchgen.data.run_folder import RunFolder
+from batchgen.data.standard_input import refuse_standard_input
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.job import Job
 
@@ -99,6 +101,17 @@ def write_scripts(
         ),
         script("merge", light, "merge.log", command=["merge", str(folder)]),
     )  # fmt: skip
+
+
+def check_job(job: Job) -> None:
+    """Raises UsageError for what would show only in the tasks' logs."""
+    refuse_standard_input(job)
+    RunFolder(job.output.path).refuse_foreign_folder()
+    if isinstance(replicas := job.engine.replicas, int) and replicas > 1:
+        raise UsageError(
+            f"engine.replicas: {replicas}: a task of an array is one worker; ask for {replicas} times as many tasks, with "
+            "one GPU each, and --set engine.replicas=1"
+        )
 
 
 def may_be_offline(job: Job) -> bool:

@@ -60,7 +60,7 @@ class RunFolder(PartStore):
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
-        self._refuse_foreign_folder()
+        self.refuse_foreign_folder()
         with explain_os_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
@@ -230,7 +230,8 @@ class RunFolder(PartStore):
         text = json.dumps(record, indent=2, ensure_ascii=True)
         write_atomically(self.job_file, lambda file: file.write(text.encode()))
 
-    def _refuse_foreign_folder(self) -> None:
+    def refuse_foreign_folder(self) -> None:
+        """Raises RunFolderError if the folder holds something else than a run; an empty one, or none, is fine."""
         if not self.path.exists():
             return
         if not self.path.is_dir():

@@ -11,6 +11,7 @@ import fsspec
 
 from batchgen.data.files import InputFile
 from batchgen.errors import BatchgenError, InputError
+from batchgen.job import Job
 
 NAME = "-"
 
@@ -32,3 +33,8 @@ def spool() -> tuple[InputFile, tempfile.TemporaryDirectory[str]]:
             f"{path}: cannot keep standard input: {error.strerror or error}; set TMPDIR to a folder with room"
         ) from None
     return InputFile(NAME, str(path), fsspec.filesystem("file")), folder
+
+
+def refuse_standard_input(job: Job) -> None:
+    if job.input.path == NAME:
+        raise InputError("input.path: - is standard input, which only one process can read; save the rows to a file first")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from commands import run_cold, write_job, write_rows
 
-from batchgen.cluster.submit import by_hand, parse_array, submit, without_gpus, write_scripts
+from batchgen.cluster.submit import by_hand, check_job, parse_array, submit, without_gpus, write_scripts
 from batchgen.errors import BatchgenError, UsageError
+from batchgen.job import load_job
 
 OPTIONS = [
     "-p",
@@ -124,5 +125,20 @@ def test_the_command(tmp_path, slurm):
     for path in (tmp_path / "out/submit").iterdir():
         assert path.read_text() in shown.stdout
     assert f"--chdir={tmp_path}\n" in (tmp_path / "out/submit/answer.sh").read_text()
+    mixed = run_cold(*words, "--set", "output.path=.", cwd=tmp_path)
+    assert mixed.code == 2 and "not empty and not a batchgen run" in mixed.error
     wrong = run_cold("submit", "-p", "gpu", job.name, "--array", "3", cwd=tmp_path)
     assert wrong.code == 2 and "the job file comes first" in wrong.error
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"input": {"path": "-"}}, "only one process can read"),
+        ({"engine": {"replicas": 2}}, "ask for 2 times as many tasks"),
+    ],
+)
+def test_jobs_that_no_array_can_do_are_refused_at_once(tmp_path, section, told):
+    write_rows(tmp_path / "rows.parquet", {"q": ["a"]})
+    with pytest.raises(UsageError, match=told):
+        check_job(load_job(write_job(tmp_path, **section), []))

@@ -99,7 +99,8 @@ def test_three_shards_one_killed_give_the_bytes_of_one_run(scene: Scene, out: Pa
     assert other.code == 2 and 'engine.dtype: was "float32", is now "bfloat16"' in other.stderr
     early = server.run("merge", "out", cwd=here)
     assert early.code == 1 and "rows have no answer yet, in units 0-7 of tasks 0-2" in early.error, early
-    assert "--shard I/3 (I: 0, 1, 2), then: batchgen merge out" in early.error
+    assert "for i in 0 1 2; do batchgen run " in early.error
+    assert "--shard $i/3; done, then: batchgen merge out" in early.error
 
     codes = {one.wait().code for one in [task(0), task(2, SLURM_ARRAY_JOB_ID="77")]}
     assert codes <= {0, 3}, "they take over what task 1 has left"
