@@ -284,6 +284,9 @@ class EngineSection(Section):
     max_running_requests: PositiveOrAuto = Field("auto", description="Requests that run at the same time, at most")
     prefix_cache: bool = Field(True, description="Compute a prefix that prompts share only once")
     threads: PositiveOrAuto = Field("auto", description="CPU threads")
+    step_timeout: float | None = Field(
+        600.0, gt=0, le=86_400, description="End the process when a step takes more seconds than that; null never does"
+    )
 
     @field_validator("device")
     @classmethod
