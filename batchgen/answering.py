@@ -20,6 +20,7 @@ from batchgen.engine.sampler import SamplingConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sizing import choose_device, choose_dtype, choose_kv_dtype, choose_size, hidden_tokens, prepare_cpu
 from batchgen.engine.step import Finished, SchedulerConfig, SchedulerStats, StepPlan
+from batchgen.engine.watchdog import Watchdog
 from batchgen.errors import UsageError
 from batchgen.models.config import kv_bytes_per_token
 from batchgen.models.loader import eos_token_ids, load_decoder
@@ -66,6 +67,7 @@ class Loaded(NamedTuple):
     sampling: SamplingConfig
     detokenizer: Detokenizer
     shape: ModelShape
+    step_timeout: float | None  # seconds
 
 
 def answer(
@@ -191,33 +193,46 @@ def answer_window(
 
     def after_step(step: StepPlan, its_scheduler: Scheduler) -> None:
         nonlocal scheduler
+        watchdog.end()
         scheduler = its_scheduler
         meter.step(step, scheduler)
         writer.commit_if_due()
         checkpoint.save_if_due(save)
+        watchdog.begin()
+
+    def before_step() -> bool:
+        watchdog.begin()
+        return should_stop()
+
+    def save_all() -> None:
+        writer.commit()
+        save()
 
     num_answered = 0
-    for finished in loaded.engine.generate(
-        window,
-        loaded.scheduler_config,
-        loaded.sampling,
-        store.row_keys[window.index],
-        hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
-        should_stop=should_stop,
-        on_step=after_step,
-        resumed=resumed,
-        say=meter.progress.say,
-    ):
-        position = finished.position
-        of_row = samples.setdefault(position, [])
-        of_row.append(complete(int(store.rows[window.index[position]]), finished, detokenizer))
-        meter.finished(finished)
-        if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
-            for entry in distinct.rows(position).tolist():
-                answers = fan_out(samples[position], int(store.rows[entry]), num_samples)
-                writer.add(*answers)
-                num_answered += len(answers)
-            del samples[position]
+    watchdog = Watchdog(loaded.step_timeout, writer.folder.path / "hang.txt", save_all)
+    with watchdog:
+        for finished in loaded.engine.generate(
+            window,
+            loaded.scheduler_config,
+            loaded.sampling,
+            store.row_keys[window.index],
+            hits_stop=detokenizer.hits_stop if detokenizer.stop else None,
+            should_stop=before_step,
+            on_step=after_step,
+            resumed=resumed,
+            say=meter.progress.say,
+        ):
+            watchdog.end()
+            position = finished.position
+            of_row = samples.setdefault(position, [])
+            of_row.append(complete(int(store.rows[window.index[position]]), finished, detokenizer))
+            meter.finished(finished)
+            if len(of_row) == n:  # a row is committed whole, so that a resumed run never owes half of one
+                for entry in distinct.rows(position).tolist():
+                    answers = fan_out(samples[position], int(store.rows[entry]), num_samples)
+                    writer.add(*answers)
+                    num_answered += len(answers)
+                del samples[position]
     if scheduler is not None and not scheduler.done:  # it was stopped
         save()
     return num_answered
@@ -298,7 +313,8 @@ def load_engine(
         hidden_tokens=hidden_tokens(device, dtype),
     )
     detokenizer = Detokenizer(inputs.tokenizer, job.sampling.stop, eos)
-    return Loaded(engine, scheduler_config, sampling_config(job), detokenizer, model_shape(inputs.config, dtype, kv_dtype))
+    shape = model_shape(inputs.config, dtype, kv_dtype)
+    return Loaded(engine, scheduler_config, sampling_config(job), detokenizer, shape, job.engine.step_timeout)
 
 
 def complete(row: int, finished: Finished, detokenizer: Detokenizer) -> Completion:

@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Offline batch inference for language models: every row of a Parquet file answered exactly once.",
     epilog="Exit codes: 0 all rows ok; 2 the job cannot start as asked; 3 done, some rows failed; 4 stopped, too many "
-    "rows failed; 75 interrupted, run the same command again; 1 anything else.",
+    "rows failed; 75 interrupted or hung, run the same command again; 1 anything else.",
 )
 
 JobFile = Annotated[Path, typer.Argument(help="The job file, YAML; every key is explained in jobs/eval.yaml")]

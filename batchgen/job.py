@@ -301,6 +301,9 @@ class EngineSection(Section):
     replicas: PositiveOrAuto = Field(
         1, description="Processes with a model each that share the job; auto is one for each GPU, and one on a CPU"
     )
+    step_timeout: float | None = Field(
+        600.0, gt=0, le=86_400, description="End the process when a step takes more seconds than that; null never does"
+    )
 
     @field_validator("device")
     @classmethod

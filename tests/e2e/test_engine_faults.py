@@ -42,3 +42,18 @@ def test_a_model_that_breaks_ends_the_job_and_no_finished_row_is_lost(here: Path
     assert (status["num_committed"], status["num_failed"]) == (3, 0)
     again = server.run("run", job, cwd=here)
     assert again.code == 0 and "3 of 9 rows are done" in again.stderr
+
+
+def test_a_step_that_hangs_ends_the_process_and_costs_nothing(here: Path, server: WarmServer) -> None:
+    write_rows(here / "rows.parquet", {"q": [f"say {i}" for i in range(9)]})
+    job = write_job(here, sampling={"ignore_eos": True}, engine={"max_running_requests": 3, "step_timeout": 5.0})
+    assert server.run("run", job, "--set", "output.path=whole", cwd=here).code == 0
+    faults = {"module": "broken_model", "after_steps": 12, "hangs": True}
+    outcome = server.run("run", job, cwd=here, faults=faults)
+    assert outcome.code == 75 and "a step has not ended for 5 seconds (engine.step_timeout)" in outcome.error, outcome
+    assert "broken_model.py" in (here / "out/hang.txt").read_text()
+    status = json.loads(server.run("status", "out", "--json", cwd=here).stdout)
+    assert (status["num_committed"], status["num_failed"], status["locked_by"]) == (3, 0, None)
+    again = server.run("run", job, cwd=here)
+    assert again.code == 0 and "3 of 9 rows are done" in again.stderr and "3 unfinished answers of" in again.stderr
+    assert results(here / "out").select(ANSWER).equals(results(here / "whole").select(ANSWER))
