@@ -53,16 +53,11 @@ class ParquetReader(FilesReader):
 def _rows_in_budget(parquet: pq.ParquetFile, columns: list[str], num_rows: int) -> int:
     """Rows that fit in BATCH_BYTES, by the footer's sizes and by a few real rows.
 
-    The footer alone is not enough: text that repeats is stored once there, and many times in a batch.
+    The footer alone is not enough: text that repeats is stored once there, and many times in a batch. Its sizes are taken of
+    all columns together: to ask for those of one ends the process where its metadata are damaged (pyarrow 26).
     """
-    wanted, total = set(columns), 0
     meta = parquet.metadata
-    for group in range(meta.num_row_groups):
-        chunks = meta.row_group(group)
-        for i in range(chunks.num_columns):
-            chunk = chunks.column(i)
-            if chunk.path_in_schema.split(".")[0] in wanted:
-                total += chunk.total_uncompressed_size
+    total = sum(meta.row_group(group).total_byte_size for group in range(meta.num_row_groups))
     probe = next(parquet.iter_batches(_PROBE_ROWS, columns=columns))
     row_bytes = max(total / num_rows, probe.get_total_buffer_size() / max(1, probe.num_rows), 1)
     return max(1, int(BATCH_BYTES / row_bytes))

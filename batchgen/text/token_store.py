@@ -227,6 +227,8 @@ class _File:
                 raise CorruptRunError(f"{path}: not a token store of this version; delete it to tokenize again")
             self.metadata = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
             self.batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+            for batch in self.batches:
+                batch.validate(full=True)  # of tokens only where they begin and end, so it reads no more than is used anyway
         except (pa.ArrowInvalid, OSError) as e:
             if isinstance(e, FileNotFoundError):
                 raise

@@ -1,6 +1,8 @@
 """Reading: order, bounded batches, schemas that drift, files that are not what they seem."""
 
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -114,6 +116,24 @@ def test_truncated_and_damaged_files(write, read_input, tmp_path):
     path.write_bytes(image[:40] + b"\xff" * 400 + image[440:])  # the footer is whole, a page is not
     with pytest.raises(InputError, match=r"a.parquet: cannot be read: ZSTD"):
         values(read_input(path), "x")
+
+
+def test_damaged_metadata_of_a_column_do_not_end_the_process(write, read_input):
+    """Some damage makes pyarrow's metadata objects call std::terminate; the reader itself tells of the same."""
+    code = (
+        "import sys; from batchgen.data.reader import open_reader; from batchgen.job import InputSection\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: list(open_reader(InputSection(path=path)).batches(None))\n"
+        "    except Exception as error: print(type(error).__name__)"
+    )
+    image = write("a.parquet", {"m": [[{"role": "user"}], [], None] * 9}, row_group_size=5).read_bytes()
+    footer = len(image) - 8 - int.from_bytes(image[-8:-4], "little")
+    paths = []
+    for at in range(footer, len(image) - 8):
+        paths.append(write(f"{at}.parquet", {"x": [1]}))
+        paths[-1].write_bytes(image[:at] + bytes([image[at] ^ 2]) + image[at + 1 :])
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True)
+    assert done.returncode == 0 and set(done.stdout.split()) == {"InputError"}, done.stderr
 
 
 def test_repeated_huge_messages_are_read_in_small_batches(write, read_input):

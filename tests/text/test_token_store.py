@@ -239,3 +239,14 @@ def test_long_prompts_are_encoded_few_at_a_time(
     prompts = [Prompt(i, i, text="abcd" * (1 + 4 * (i == 5))) for i in range(9)]
     store, _ = run(iter(prompts), tokenizer, tmp_path / "t", batch_rows=100, max_prompt_tokens=50)
     assert sizes == [12, 4 + 4 + 20, 12] and store.lengths.tolist() == [4] * 5 + [20] + [4] * 3
+
+
+def test_offsets_that_lead_out_of_the_data_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with TokenStoreWriter(path) as writer:
+        writer.append([0, 1], [0, 1], [ids(7, 8, 9), ids(10)], [None, None])
+    image, offsets = path.read_bytes(), np.array([0, 3, 4], np.int32).tobytes()
+    assert image.count(offsets) == 1
+    path.write_bytes(image.replace(offsets, np.array([0, 3, 2**30], np.int32).tobytes()))
+    with pytest.raises(CorruptRunError, match="damaged token store"):
+        TokenStore.open(path)
