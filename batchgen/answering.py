@@ -209,7 +209,7 @@ def answer_window(
         save()
 
     num_answered = 0
-    watchdog = Watchdog(loaded.step_timeout, writer.folder.path / "hang.txt", save_all)
+    watchdog = Watchdog(loaded.step_timeout, writer.store.path / "hang.txt", save_all)
     with watchdog:
         for finished in loaded.engine.generate(
             window,
