@@ -400,7 +400,7 @@ class Scheduler:
         the cache is trusted."""
         for slot in self.state.running[::-1].tolist():
             self._preempt(slot)
-        self.pool, self._copies = type(self.pool)(self.pool.num_blocks, self.pool.block_size), []
+        self.pool, self._copies, self._decodes = type(self.pool)(self.pool.num_blocks, self.pool.block_size), [], None
         for candidate in self.waiting:
             candidate.num_expected = 0
 

@@ -73,9 +73,11 @@ def split(outcome: Outcome) -> tuple[dict[tuple[int, int], list[int]], set[tuple
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-@pytest.mark.parametrize("num_samples", [1, 3])
-def test_a_step_that_does_not_fit_is_made_smaller(toy: ToyEngine, raising: Any, error: Exception, num_samples: int) -> None:
-    args: dict[str, Any] = dict(budget=64, sampling=SAMPLED, num_samples=num_samples, max_tokens=10)
+@pytest.mark.parametrize(("num_samples", "ahead"), [(1, 0), (3, 0), (3, 1)])
+def test_a_step_that_does_not_fit_is_made_smaller(
+    toy: ToyEngine, raising: Any, error: Exception, num_samples: int, ahead: int
+) -> None:
+    args: dict[str, Any] = dict(budget=64, sampling=SAMPLED, num_samples=num_samples, max_tokens=10, ahead=ahead)
     expected = toy.run(prompts(), **args)
     sizes = []
 
@@ -120,12 +122,22 @@ def test_the_cache_takes_what_memory_there_is() -> None:
 
 
 @pytest.mark.parametrize("culprits", [(5,), (0, 13), (2, 3, 4, 9)])
-@pytest.mark.parametrize("config", [{}, {"budget": 7, "cap": 5}, {"num_samples": 3, "cap": 6}, {"num_blocks": 12}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"budget": 7, "cap": 5},
+        {"num_samples": 3, "cap": 6},
+        {"num_blocks": 12},
+        {"ahead": 1},
+        {"ahead": 1, "num_samples": 3},
+    ],
+)
 def test_who_raises_is_found_and_the_others_answer_as_without(
     toy: ToyEngine, raising: Any, culprits: tuple[int, ...], config: dict[str, Any]
 ) -> None:
     """Prompts with a token that the model cannot compute: prefills in chunks, forks, and a pool that preempts."""
-    args: dict[str, Any] = dict(sampling=SAMPLED, max_tokens=8, **config)
+    args: dict[str, Any] = dict(sampling=SAMPLED, max_tokens=8) | config
     expected = toy.run(prompts(), **args).tokens()
     raising(poison)
     outcome = toy.run(prompts(culprits), **args)
