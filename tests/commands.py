@@ -32,7 +32,7 @@ prepare_environment()  # before torch
 import numpy, pyarrow, torch
 torch.set_num_threads(1)
 import batchgen.answering, batchgen.cli, batchgen.planner, batchgen.runner
-import transformers.utils.chat_template_utils
+import datasets, transformers.utils.chat_template_utils
 from batchgen.models.loader import load_config, resolve_model
 from batchgen.text.tokenizer import load_tokenizer
 tests = sys.argv[2]
