@@ -129,8 +129,11 @@ def test_the_costly_rows_stand_in_front_and_the_back_comes_in_while_there_is_roo
 def test_even_windows_stay_as_they_are(monkeypatch) -> None:
     monkeypatch.undo()
     window = fake.window_of([np.arange(i, i + 20, dtype=np.int32) for i in range(30)], 4)
-    assert cost_order(window) is window and AdmissionOrder(window).pace(0) > 1 << 20
+    assert cost_order(window) is window and AdmissionOrder(window).pace(0, *NONE) > 1 << 20
     assert cost_order(fake.window_of(mixed_prompts(), 4)).unit_starts is not None
+
+
+NONE = (np.empty(0, np.int64), np.empty(0, np.int32))  # nothing decodes
 
 
 def test_prefill_is_spread_over_the_steps_once_there_is_no_room() -> None:
@@ -139,11 +142,27 @@ def test_prefill_is_spread_over_the_steps_once_there_is_no_room() -> None:
     for _ in range(4):
         order.take()
     for _ in range(100):
+        order.next_step()
         order.observe(num_running=2, room=0, num_blocks=1000)
     # two of twenty rows took 100 steps, so 900 are left
-    assert order.pace(90_000) == (order.tokens_left + 90_000) // 900
+    assert order.pace(90_000, *NONE) == (order.tokens_left + 90_000) // 900
     order.observe(num_running=2, room=1000, num_blocks=1000)
-    assert order.pace(90_000) > 1 << 20
+    assert order.pace(90_000, *NONE) > 1 << 20
+
+
+def test_with_room_prefill_hides_behind_the_decodes_of_light_rows() -> None:
+    window = ordered(mixed_prompts(), 4)[1]
+    order = AdmissionOrder(window, hidden_tokens=200)
+    order.observe(num_running=0, room=10_000, num_blocks=10_000)
+    light, heavy = np.arange(10, 20), np.arange(10)
+    assert order.pace(0, *NONE) > 1 << 20, "the light rows are to come in"
+    while order.next_row is not None and order.next_row >= 10:
+        order.take()
+    left = np.full(10, 1000, np.int32)
+    assert order.pace(500, light, left) == 190, "what hides, less the decodes themselves"
+    assert order.pace(500_000, light, left) == (order.tokens_left + 500_000) // 1000, "so that they hide all of it"
+    assert order.pace(500, heavy, left) > 1 << 20, "nothing to hide behind"
+    assert order.pace(500, np.tile(light, 20), np.tile(left, 20)) > 1 << 20, "enough decodes to use all FLOPs"
 
 
 def test_a_group_of_three_pools_computes_its_prefix_once() -> None:
