@@ -261,7 +261,8 @@ class OutputSection(Section):
     max_failed_rows: FailedRows = Field(
         None, description="Stop when more rows have failed: a number, or a share of all rows such as 5%; null never stops"
     )
-    rows_per_file: int = Field(1_000_000, ge=1, description="Rows in one file of results/")
+    format: Literal["parquet", "jsonl"] = Field("parquet", description="Of results/: Parquet, or JSON lines")
+    rows_per_file: int | None = Field(1_000_000, ge=1, description="Rows in one file of results/; null for a single file")
     compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="Of all Parquet files written")
     prefix: str = Field("", description="Put before the names of the columns that batchgen adds")
     extract: ExtractSection | None = Field(None, description="Take a value out of each answer; null for none")

@@ -6,19 +6,16 @@ groups end depends on input and answers alone, not on how the answers came to be
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.data.answers import SortedAnswers
 from batchgen.data.commit_log import CommitLog
@@ -26,15 +23,13 @@ from batchgen.data.durable import explain_os_errors, fsync_folder
 from batchgen.data.extract import extract_column, is_correct
 from batchgen.data.job_rows import JobRows
 from batchgen.data.reader import Reader, require_columns
+from batchgen.data.results_writer import ResultsWriter
 from batchgen.data.rows import iter_rows
 from batchgen.data.run_folder import RunFolder
 from batchgen.data.schema import carried_columns, results_schema
-from batchgen.errors import BatchgenError
-from batchgen.job import Job, OutputSection
+from batchgen.job import Job
 
 _PIECE_BYTES = 64 * 2**20
-_ROW_GROUP_ROWS = 65_536
-_ROW_GROUP_BYTES = 128 * 2**20
 
 
 class MergeSummary(NamedTuple):
@@ -51,7 +46,7 @@ class MergeSummary(NamedTuple):
 
 
 def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) -> MergeSummary:
-    """Write results/part-00000.parquet ... from all committed parts; one output row for each (row, sample_index).
+    """Write results/part-00000 ... from all committed parts; one output row for each (row, sample_index).
 
     `rows`: the job's rows as they stand in the input. Beside them memory is bounded, whatever their number.
     Raises CorruptRunError if a (row, sample) is missing or a part is damaged, UsageError if columns collide, BatchgenError
@@ -174,81 +169,3 @@ def _joined(asked: pa.RecordBatch, answered: pa.RecordBatch, schema: pa.Schema, 
             tally.num_scored += sum(one is not None for one in correct)
             tally.num_correct += sum(one is True for one in correct)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-class ResultsWriter:
-    """part-00000.parquet, part-00001.parquet ... of `rows_per_file` rows each, durable when closed. At least one file."""
-
-    def __init__(self, folder: Path, schema: pa.Schema, output: OutputSection):
-        self.folder, self.schema, self.output = folder, schema, output
-        self.names: list[str] = []
-        self._file: BinaryIO | None = None
-        self._parquet: pq.ParquetWriter | None = None
-        self._rows_in_file = 0
-        self._held: list[pa.RecordBatch] = []
-        self._bytes_held = 0
-
-    def __enter__(self) -> ResultsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self._flush()
-            if not self.names:
-                self._open_next()
-            self._close_file()
-        elif self._file is not None:
-            with contextlib.suppress(OSError):  # what it writes on closing; the error that led here is the one to tell
-                self._file.close()
-
-    def write(self, batch: pa.RecordBatch, num_bytes: int) -> None:
-        """num_bytes: of the batch, by which row groups are kept small."""
-        bytes_per_row = num_bytes // max(1, batch.num_rows)
-        while batch.num_rows:
-            room = self.output.rows_per_file - self._rows_in_file - self._rows_held
-            if room == 0:
-                self._flush()
-                self._close_file()
-                continue
-            taken = batch.slice(0, min(room, _ROW_GROUP_ROWS - self._rows_held))
-            self._held.append(taken)
-            self._bytes_held += taken.num_rows * bytes_per_row
-            batch = batch.slice(taken.num_rows)
-            if self._rows_held == _ROW_GROUP_ROWS or self._bytes_held >= _ROW_GROUP_BYTES:
-                self._flush()
-
-    @property
-    def _rows_held(self) -> int:
-        return sum(one.num_rows for one in self._held)
-
-    def _flush(self) -> None:
-        if not self._held:
-            return
-        if self._file is None:
-            self._open_next()
-        assert self._parquet is not None
-        table = pa.Table.from_batches(self._held, self.schema)
-        try:
-            with explain_os_errors(self.folder / self.names[-1]):
-                self._parquet.write_table(table, row_group_size=_ROW_GROUP_ROWS)
-        except pa.ArrowException as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BatchgenError(f"{self.folder}: Parquet cannot hold a column of the input: {said}") from error
-        self._rows_in_file += table.num_rows
-        self._held, self._bytes_held = [], 0
-
-    def _open_next(self) -> None:
-        self.names.append(f"part-{len(self.names):05d}.parquet")
-        path = self.folder / self.names[-1]
-        with explain_os_errors(path):
-            self._file = open(path, "wb")  # noqa: SIM115 (held open between writes)
-            self._parquet = pq.ParquetWriter(self._file, self.schema, compression=self.output.compression)
-
-    def _close_file(self) -> None:
-        if self._file is None or self._parquet is None:
-            return
-        with explain_os_errors(self.folder / self.names[-1]), self._file as file:
-            self._parquet.close()
-            file.flush()
-            os.fsync(file.fileno())
-        self._file, self._rows_in_file = None, 0

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from some_rows import some_rows
 
-from batchgen.data import answers
-from batchgen.data import merge as merge_module
+from batchgen.data import answers, results_writer
 from batchgen.data.commit_log import CommitLog
 from batchgen.data.merge import merge
 from batchgen.data.run_folder import RunFolder
@@ -306,7 +305,7 @@ def test_the_same_answers_give_the_same_bytes_however_they_were_committed(
     """Parts of other sizes and in another order make other buckets; row groups and files end where they did."""
     monkeypatch.setattr(answers, "GRID_ANSWERS", 8)
     monkeypatch.setattr(answers, "BUCKET_BYTES", 6000)
-    monkeypatch.setattr(merge_module, "_ROW_GROUP_BYTES", 4000)
+    monkeypatch.setattr(results_writer, "_ROW_GROUP_BYTES", 4000)
     path = write("a.parquet", {"x": list(range(300))}, row_group_size=70)
     text = {row: f"{row} " * (row * 7 % 50) for row in range(300)}
     images, num_buckets = [], []
@@ -330,7 +329,7 @@ def test_memory_does_not_grow_with_the_job(write, read_input, make_job, folder, 
     monkeypatch.setattr(answers, "BUCKET_ANSWERS", 500)
     monkeypatch.setattr(answers, "GRID_ANSWERS", 100)
     monkeypatch.setattr(answers, "BUCKET_BYTES", 2**20)
-    monkeypatch.setattr(merge_module, "_ROW_GROUP_BYTES", 2**20)
+    monkeypatch.setattr(results_writer, "_ROW_GROUP_BYTES", 2**20)
     peaks = []
     for num_rows in (2000, 16000):
         text = np.random.default_rng(0).bytes(4000).hex()
