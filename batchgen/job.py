@@ -104,8 +104,10 @@ class InputSection(Section):
         description="File, folder (read with its subfolders) or glob, or a list of these; relative to the job file. Or a "
         "data set, hf://datasets/ORG/NAME, or - for standard input"
     )
-    format: Literal["auto", "parquet", "jsonl", "csv", "arrow", "hf"] = Field(
-        "auto", description="auto takes what the suffix of the files says; hf, what load_dataset makes of a local folder"
+    format: Literal["auto", "parquet", "jsonl", "csv", "arrow", "hf", "openai-batch"] = Field(
+        "auto",
+        description="auto takes what the suffix of the files says; hf, what load_dataset makes of a local folder; "
+        "openai-batch, lines of {custom_id, method, url, body}",
     )
     config: Text | None = Field(None, description="Configuration of a data set")
     split: Text | None = Field(None, description="Split of a data set, such as test; null takes the only one")
@@ -261,7 +263,9 @@ class OutputSection(Section):
     max_failed_rows: FailedRows = Field(
         None, description="Stop when more rows have failed: a number, or a share of all rows such as 5%; null never stops"
     )
-    format: Literal["parquet", "jsonl"] = Field("parquet", description="Of results/: Parquet, or JSON lines")
+    format: Literal["parquet", "jsonl", "openai-batch"] = Field(
+        "parquet", description="Of results/: Parquet, JSON lines, or OpenAI's batch output and errors"
+    )
     rows_per_file: int | None = Field(1_000_000, ge=1, description="Rows in one file of results/; null for a single file")
     compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="Of all Parquet files written")
     prefix: str = Field("", description="Put before the names of the columns that batchgen adds")
@@ -323,6 +327,34 @@ class Job(Section):
     sampling: SamplingSection = Field(default_factory=SamplingSection, description="How an answer is drawn and when it ends")
     output: OutputSection = Field(description="Where answers go")
     engine: EngineSection = Field(default_factory=EngineSection, description="How it is computed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_openai_batch(cls, job: Any) -> Any:
+        """Requests bring their ids and prompts along."""
+        source = job.get("input") if isinstance(job, dict) else None
+        if isinstance(source, dict) and source.get("format") == "openai-batch":
+            job = {"prompt": {"messages": "messages"}} | job | {"input": {"id_column": "custom_id"} | source}
+        return job
+
+    @model_validator(mode="after")
+    def _openai_batch_goes_with_its_kind(self) -> Job:
+        if self.input.format == "openai-batch" and (
+            self.prompt.user is not None or self.prompt.messages not in (None, "messages")
+        ):
+            raise ValueError(
+                "prompt: requests of an OpenAI batch file have their own; leave it out for chat completions, or set "
+                'prompt.text to "{{ prompt }}" for completions'
+            )
+        if self.output.format == "openai-batch":
+            if self.input.format != "openai-batch":
+                raise ValueError("output.format: openai-batch needs input.format: openai-batch")
+            for key, value in (("input.columns", self.input.columns), ("output.extract", self.output.extract)):
+                if value is not None:
+                    raise ValueError(
+                        f"{key}: has no place in OpenAI's batch output; remove it, or take another output.format"
+                    )
+        return self
 
     def settings_that_change_answers(self) -> dict[str, Any]:
         """Dotted key -> value of every setting that a resumed run may not change; templates and files by content.

@@ -29,6 +29,8 @@ from batchgen.plan.partition import Partitioning, choose_partitioning, cut_large
 from batchgen.plan.window import plan_window
 from batchgen.records import Prompt, RowFault, Window
 from batchgen.report.progress import Progress
+from batchgen.text.openai_request import COLUMNS as REQUEST_COLUMNS
+from batchgen.text.openai_request import request_fault
 from batchgen.text.template import PromptRenderer, RowFilter
 from batchgen.text.token_store import TokenStore, TokenStoreWriter, remove_store
 from batchgen.text.tokenize import tokenize
@@ -103,7 +105,9 @@ def job_fingerprint(inputs: Inputs, computes_here: bool = True) -> dict[str, Any
 def read_prompts(inputs: Inputs) -> Iterator[Prompt]:
     """The job's rows as prompts, in input order: those that input.where keeps, at most input.limit."""
     job, row_filter, renderer = inputs.job, inputs.row_filter, inputs.renderer
-    columns = sorted(renderer.columns | (row_filter.columns if row_filter else set()))
+    are_requests = job.input.format == "openai-batch"
+    needed = renderer.columns | (row_filter.columns if row_filter else set()) | (REQUEST_COLUMNS if are_requests else set())
+    columns = sorted(needed)
     id_column = job.input.id_column
     num_taken = 0
     for source in inputs.reader.batches(sorted({*columns, *([id_column] if id_column else [])})):
@@ -114,7 +118,8 @@ def read_prompts(inputs: Inputs) -> Iterator[Prompt]:
             if isinstance(row, RowFault):
                 prompt = Prompt(position, key, fault=row)
             elif (kept := row_filter.keeps(row) if row_filter else True) is True:
-                prompt = renderer.render(row, position, key)
+                fault = request_fault(row, job.prompt.messages is not None, job.sampling) if are_requests else None
+                prompt = renderer.render(row, position, key) if fault is None else Prompt(position, key, fault=fault)
             elif kept is False:
                 continue
             else:

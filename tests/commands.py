@@ -210,8 +210,8 @@ def write_rows(path: Path, columns: dict[str, Any] | pa.Table) -> Path:
     return path
 
 
-def write_job(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A job over rows.parquet with a column `q`; each section adds to (prompt: replaces) what is here."""
+def write_job(folder: Path, **sections: dict[str, Any] | None) -> Path:
+    """A job over rows.parquet with a column `q`; each section adds to (prompt: replaces) what is here; None: without it."""
     job: dict[str, dict[str, Any]] = {
         "model": {"path": "toy"},
         "input": {"path": "rows.parquet"},
@@ -221,7 +221,10 @@ def write_job(folder: Path, **sections: dict[str, Any]) -> Path:
         "engine": {"threads": 1, "device": "cpu"},
     }
     for name, values in sections.items():
-        job[name] = values if name == "prompt" else job[name] | values
+        if values is None:
+            del job[name]
+        else:
+            job[name] = values if name == "prompt" else job[name] | values
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path

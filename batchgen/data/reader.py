@@ -18,6 +18,7 @@ from batchgen.data.files import find_files
 from batchgen.data.files_reader import FilesReader, SourceBatch
 from batchgen.data.hf_dataset import DatasetReader, is_dataset
 from batchgen.data.jsonl import JsonlReader
+from batchgen.data.openai_batch import OpenAIBatchReader
 from batchgen.data.parquet import ParquetReader
 from batchgen.data.rows import faults_of, row_keys, without_text
 from batchgen.data.unify import require_columns
@@ -26,6 +27,7 @@ from batchgen.job import InputSection
 
 FORMATS: dict[str, type[FilesReader]] = {
     "parquet": ParquetReader,
+    "openai-batch": OpenAIBatchReader,  # only where it is named: files with its suffixes are jsonl
     "jsonl": JsonlReader,
     "csv": CsvReader,
     "arrow": ArrowReader,
@@ -112,7 +114,8 @@ def _open(source: InputSection) -> Reader:
         reader = FORMATS[given or "jsonl"]([file])
         weakref.finalize(reader, folder.cleanup)
         return reader
-    files, format = find_files(source.path, SUFFIXES, given)
+    suffixes = SUFFIXES if given is None else dict.fromkeys(FORMATS[given].suffixes, given)
+    files, format = find_files(source.path, suffixes, given)
     return FORMATS[format](files)
 
 

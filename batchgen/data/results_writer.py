@@ -1,4 +1,4 @@
-"""results/part-00000.EXT, part-00001.EXT ...: the merged rows in the format that output.format names.
+"""results/: the merged rows in the format that output.format names.
 
 A format is a class with `write` and `close` over an open file; `FORMATS` is the table of them.
 """
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.durable import explain_os_errors
 from batchgen.data.json_values import json_lines
+from batchgen.data.openai_batch import OUTPUT_FILE, OpenAIBatchWriter
 from batchgen.errors import BatchgenError
 from batchgen.job import OutputSection
 
@@ -55,9 +56,11 @@ class _JsonLines:
         pass
 
 
-FORMATS: dict[str, tuple[str, type[_Parquet] | type[_JsonLines]]] = {
-    "parquet": ("parquet", _Parquet),
-    "jsonl": ("jsonl", _JsonLines),
+# name of a file by its number, and what writes it
+FORMATS: dict[str, tuple[str, type[_Parquet] | type[_JsonLines] | type[OpenAIBatchWriter]]] = {
+    "parquet": ("part-{:05d}.parquet", _Parquet),
+    "jsonl": ("part-{:05d}.jsonl", _JsonLines),
+    "openai-batch": (OUTPUT_FILE, OpenAIBatchWriter),  # always one
 }
 
 
@@ -69,7 +72,8 @@ class ResultsWriter:
 
     def __init__(self, folder: Path, schema: pa.Schema, output: OutputSection):
         self.folder, self.schema, self.output = folder, schema, output
-        self._extension, self._make = FORMATS[output.format]
+        self._name, self._make = FORMATS[output.format]
+        self._rows_per_file = None if output.format == "openai-batch" else output.rows_per_file
         self.names: list[str] = []
         self._file: BinaryIO | None = None
         self._format: _Format | None = None
@@ -95,8 +99,8 @@ class ResultsWriter:
         bytes_per_row = num_bytes // max(1, batch.num_rows)
         while batch.num_rows:
             room = batch.num_rows
-            if self.output.rows_per_file is not None:
-                room = self.output.rows_per_file - self._rows_in_file - self._rows_held
+            if self._rows_per_file is not None:
+                room = self._rows_per_file - self._rows_in_file - self._rows_held
             if room == 0:
                 self._flush()
                 self._close_file()
@@ -129,7 +133,7 @@ class ResultsWriter:
         self._held, self._bytes_held = [], 0
 
     def _open_next(self) -> None:
-        self.names.append(f"part-{len(self.names):05d}.{self._extension}")
+        self.names.append(self._name.format(len(self.names)))
         path = self.folder / self.names[-1]
         with explain_os_errors(path):
             self._file = open(path, "wb")  # noqa: SIM115 (held open between writes)

@@ -20,7 +20,7 @@ def first_rows(path: Path, num_rows: int, width: int) -> list[str]:
     Raises RunFolderError if `path` is not a run folder or has no results yet, CorruptRunError if they cannot be read.
     """
     read_job_file(path)
-    files = sorted((path / "results").glob("part-*"))
+    files = sorted(file for pattern in ("part-*", "output.jsonl") for file in (path / "results").glob(pattern))
     if not files:
         raise RunFolderError(f"{path}: no results yet; run the job to its end, `batchgen status {path}` says how far it is")
     try:
