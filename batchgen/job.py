@@ -266,6 +266,9 @@ class OutputSection(Section):
     format: Literal["parquet", "jsonl", "openai-batch"] = Field(
         "parquet", description="Of results/: Parquet, JSON lines, or OpenAI's batch output and errors"
     )
+    push_to: FileName | None = Field(
+        None, description="Folder or URL (s3://bucket/folder, gs://...) that gets a copy of results/ at the end of a run"
+    )
     rows_per_file: int | None = Field(1_000_000, ge=1, description="Rows in one file of results/; null for a single file")
     compression: Literal["zstd", "snappy", "none"] = Field("zstd", description="Of all Parquet files written")
     prefix: str = Field("", description="Put before the names of the columns that batchgen adds")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchgen.data.job_rows import JobRows
+from batchgen.data.push import check_target
 from batchgen.data.reader import Reader, open_reader, require_columns
 from batchgen.data.rows import iter_rows, row_keys
 from batchgen.data.run_folder import DTYPE, INPUT_FILE, RunFolder
@@ -71,6 +72,8 @@ def open_inputs(job: Job, with_weights: bool = True) -> Inputs:
     if job.output.extract is not None and job.output.extract.expected is not None:
         require_columns(reader.schema, {"output.extract.expected": job.output.extract.expected})
     results_schema(reader.schema, job)
+    if job.output.push_to is not None:
+        check_target(job.output.push_to)
     files = resolve_model(job.model.path, job.model.revision, with_weights=with_weights)
     config = load_config(files)
     tokenizer_files = files

@@ -20,6 +20,7 @@ from batchgen.cluster.worker import num_replicas
 from batchgen.data.checkpoint import Checkpoint
 from batchgen.data.durable import write_atomically
 from batchgen.data.merge import MergeSummary, merge
+from batchgen.data.push import push
 from batchgen.data.reader import open_reader
 from batchgen.data.rerun import Choice, rows_to_rerun
 from batchgen.data.run_folder import INPUT_FILE, RunFolder, read_job_file, set_aside
@@ -93,6 +94,8 @@ def run_job(job: Job, progress: Progress | None = None, restart: bool = False, o
                 folder.end_rerun()
             progress.phase("merge", len(rows), "row")
             merged = merge(inputs.reader, job, folder, rows, job.sampling.n)
+            if job.output.push_to is not None:
+                push(merged.files, job.output.push_to)
             progress.close()
             summary = summarize(merged, result, progress.seconds)
             if result.num_answered or not folder.summary.exists():  # a run with nothing left to do keeps the figures
@@ -184,4 +187,7 @@ def merge_again(path: Path, progress: Progress) -> MergeSummary:
                 tell_adopted(writer, progress)
             if owed := owed_units(path, units, store, writer.ledger):
                 raise missing_rows(path, units, owed, writer.ledger)
-        return merge(reader, job, folder, rows, job.sampling.n)
+        merged = merge(reader, job, folder, rows, job.sampling.n)
+        if job.output.push_to is not None:
+            push(merged.files, job.output.push_to)
+        return merged

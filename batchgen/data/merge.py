@@ -73,7 +73,7 @@ def merge(reader: Reader, job: Job, folder: RunFolder, rows: JobRows, n: int) ->
         fsync_folder(folder.path)
         shutil.rmtree(old, ignore_errors=True)
     folder.update_state({"num_rows": len(rows), "num_samples": n, "finished": True})
-    files = [folder.results / name for name in writer.names]
+    files = sorted(folder.results.iterdir())
     return MergeSummary(
         files, len(rows) * n, dict(tally.status), dict(tally.error_code), tally.num_correct, tally.num_scored
     )

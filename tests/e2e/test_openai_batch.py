@@ -66,6 +66,7 @@ def test_requests_are_answered_in_openais_shapes(here: Path, server: WarmServer,
     usage = body["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] and usage["completion_tokens"] > 2
 
+    (here / "batch.yaml").write_text(job.read_text())
     write_rows(here / "rows.parquet", {"q": QUESTIONS})
     plain = write_job(here, sampling={"max_tokens": 8, "n": 2}, output={"path": "plain"})
     assert server.run("run", plain, cwd=here).code == 0
@@ -75,8 +76,12 @@ def test_requests_are_answered_in_openais_shapes(here: Path, server: WarmServer,
         (row["generated_text"], row["finish_reason"]) for row in rows
     ]
     before = {path.name: path.read_bytes() for path in (here / "out/results").iterdir()}
+    assert set(before) == {"output.jsonl", "errors.jsonl"}
     assert server.run("merge", "out", cwd=here).code == 0
     assert {path.name: path.read_bytes() for path in (here / "out/results").iterdir()} == before
+    pushed = here / "elsewhere/deep"
+    assert server.run("run", here / "batch.yaml", "--set", f"output.push_to={pushed}", cwd=here).code == 3
+    assert {path.name: path.read_bytes() for path in pushed.iterdir() if path.name != "manifest.json"} == before
 
 
 def test_completions_are_raw_prompts(here: Path, server: WarmServer) -> None:
