@@ -122,14 +122,20 @@ def prepare(
 
 
 @app.command()
-def plan(job_file: JobFile, overrides: Overrides = None) -> None:
+def plan(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    reorder_fields: Annotated[
+        bool, typer.Option("--reorder-fields", help="Say what another order of the template's paragraphs would save")
+    ] = False,
+) -> None:
     """Show what a job would do: rows that would fail, lengths, duplicates, prefix savings, memory. Loads no weights."""
     from batchgen.job import load_job
 
     job = load_job(job_file, overrides or [])
     from batchgen.planner import plan_job
 
-    for line in plan_job(job):
+    for line in plan_job(job, reorder_fields):
         print(line)
 
 
