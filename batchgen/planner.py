@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,9 +39,16 @@ def plan_job(job: Job, reorder_fields: bool = False) -> list[str]:
     with StopSignals(), tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:
         progress.phase("open")
         inputs = open_inputs(job, with_weights=False)
+        began, cpu_began = time.perf_counter(), time.process_time()
         store = make_token_store(inputs, Path(folder) / "tokens.arrow", progress)
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         progress.phase("plan")
         lines = describe_rows(store) + describe_first_prompt(inputs, store)
+        num_tokens = int(store.lengths.sum(dtype=np.int64))
+        lines.append(
+            f"tokenizing  {num_tokens / max(seconds, 1e-9):,.0f} tokens/s read, rendered and encoded; "
+            f"{num_tokens / max(cpu_seconds, 1e-9):,.0f} a core"
+        )
         if store.lengths.any():
             lines += describe_windows(inputs, store)
         if reorder_fields:

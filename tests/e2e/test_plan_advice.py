@@ -16,6 +16,7 @@ def test_the_order_that_is_advised_saves_what_it_says(here: Path, server: WarmSe
     before = job.read_bytes()
     told = server.run("plan", job, "--reorder-fields", cwd=here)
     assert told.code == 0 and told.stdout.endswith("  | Be brief.\n  | \n  | {{ d }}\n  | \n  | {{ q }}\n"), told
+    assert re.search(r"^tokenizing  [\d,]+ tokens/s read, rendered and encoded; [\d,]+ a core$", told.stdout, re.MULTILINE)
     match = re.search(r"would leave ([\d,]+) tokens to compute instead of ([\d,]+) for the first 12 rows", told.stdout)
     assert match is not None and job.read_bytes() == before
     then, now = (int(number.replace(",", "")) for number in match.groups())
