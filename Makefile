@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .PHONY: install run test test-slow test-model test-compile test-newest-triton test-all
-.PHONY: lint bench bench-host bench-quick bench-peers bench-cpu bench-plan bench-kernels predict-kernels gpu-check clean
+.PHONY: lint bench bench-host bench-overhead bench-quick bench-peers bench-cpu bench-plan bench-kernels predict-kernels gpu-check clean
 
 install: $(INSTALLED)
 
@@ -84,6 +84,10 @@ $(PEERS)/vllm-installed: Makefile
 # What the host does in a step, with no device at all.
 bench-host: install
 	$(BIN)/python -m batchgen.bench.host_loop
+
+# What a row costs besides the model. ROWS=20000 is quick.
+bench-overhead: install
+	$(BIN)/python -m batchgen.bench.overhead $(if $(ROWS),--rows $(ROWS))
 
 # Ten million rows take some minutes and 6 GB of disk. ROWS=300000 is quick.
 bench-plan: install

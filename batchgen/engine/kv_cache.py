@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from batchgen_kernels import Ops
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory as they are touched (torch.zeros touches all), on a boundary of 64 bytes as torch has them."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + 64, np.uint8)  # calloc
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class KVCache:
@@ -17,7 +27,7 @@ class KVCache:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ops: Ops, fill: float = 0.0
     ) -> None:
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)  # the CPU gets the memory as it is touched
+        self.tensor = lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         if fill:
             self.tensor.fill_(fill)
         self.tensor[:, :, 0] = 0
