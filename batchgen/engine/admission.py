@@ -40,6 +40,8 @@ class AdmissionOrder:
         self.num_taken = 0  # rows
         self._num_done = self._num_steps = 0
         self._has_room = True
+        none = np.empty(0, np.int64)
+        self._sharers_of: tuple[int, np.ndarray, np.ndarray] = (-1, none, none)  # of the row asked for last
 
     def next_step(self) -> None:
         self._num_steps += 1
@@ -100,6 +102,16 @@ class AdmissionOrder:
     def uses(self, position: int) -> tuple[np.ndarray, int]:
         """Rows still to come that share each full block of this row ([length // block_size] int32, not increasing), and
         how many of the blocks rows before it have shared: those that count it as a use, until it is taken."""
+        left, right = self._sharers(position)
+        front = np.minimum(right, self._begin) - np.maximum(left, self.front)
+        back = np.minimum(right, self._end) - np.maximum(left, self._back)
+        to_come = np.maximum(front, 0) + np.maximum(back, 0)
+        return to_come.astype(np.int32), int(np.count_nonzero(to_come < right - left))
+
+    def _sharers(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows [left, right) that share each full block of this one: [length // block_size] int64 each."""
+        if self._sharers_of[0] == position:
+            return self._sharers_of[1:]
         shared, size = self.window.shared_blocks, self.window.block_size
         num_blocks = int(self.window.lengths[position]) // size
         left, right = np.full(num_blocks, position), np.full(num_blocks, position + 1)  # rows that share each block
@@ -111,10 +123,8 @@ class AdmissionOrder:
         while row < len(shared) and (depth := int(shared[row])) > 0:
             row = int(self.window.next_smaller[row])
             right[int(shared[row]) if row < len(shared) else 0 : depth] = row
-        front = np.minimum(right, self._begin) - np.maximum(left, self.front)
-        back = np.minimum(right, self._end) - np.maximum(left, self._back)
-        to_come = np.maximum(front, 0) + np.maximum(back, 0)
-        return to_come.astype(np.int32), int(np.count_nonzero(to_come < right - left))
+        self._sharers_of = (position, left, right)
+        return left, right
 
 
 def _previous_smaller(values: np.ndarray) -> np.ndarray:
