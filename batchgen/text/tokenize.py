@@ -12,6 +12,7 @@ from batchgen.text.token_store import TokenStoreWriter
 from batchgen.text.tokenizer import Tokenizer
 
 NO_TOKENS = np.empty(0, np.int32)
+BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
 ON_TOO_LONG = ("error", "truncate_left", "truncate_right", "truncate_middle")
 
@@ -34,7 +35,7 @@ def tokenize(
     add_special_tokens: bool,
     max_prompt_tokens: int,
     on_too_long: str = "error",
-    batch_rows: int = 1024,
+    batch_rows: int = BATCH_ROWS,
 ) -> TokenizeCounts:
     """Encode all prompts into the writer, in their order; the caller finishes it.
 

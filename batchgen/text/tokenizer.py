@@ -12,6 +12,9 @@ import numpy as np
 import tokenizers
 
 from batchgen.errors import ModelError
+from batchgen.text.shared_prefixes import cut_shared, may_cut
+
+NUM_PROBES = 64
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -48,6 +51,7 @@ class Tokenizer:
         special = {str(token.content): int(i) for i, token in hf.added_tokens_decoder.items() if token.special}
         special |= {str(token): int(i) for token, i in zip(hf.all_special_tokens, hf.all_special_ids)}
         self.control_tokens: dict[str, int] = special  # text -> id of every special token
+        self.shares_prefixes: bool | None = None  # not known before the first texts have come
 
     @property
     def chat_template(self) -> str | None:
@@ -56,11 +60,18 @@ class Tokenizer:
         return template.get("default") if isinstance(template, dict) else template
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[np.ndarray]:
-        """texts -> one int32 array each.
+        """texts -> one int32 array each; what texts have in common is tokenized once where that gives the same ids.
 
         With `add_special_tokens` the tokenizer adds what it adds to a raw text (for many: one BOS); a text that already
         begins with the BOS text does not get a second one. Text from a chat template is encoded without.
         """
+        if self.shares_prefixes is None:
+            self.shares_prefixes = self.rust is not None and may_cut(self.rust) and self._same_in_pieces(texts[:NUM_PROBES])
+        encode = self._encode_in_pieces if self.shares_prefixes else self.encode_whole
+        return encode(texts, add_special_tokens)
+
+    def encode_whole(self, texts: Sequence[str], add_special_tokens: bool) -> list[np.ndarray]:
+        """The same, each text for itself."""
         if self.rust is not None:
             encodings = self.rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
             ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -79,11 +90,8 @@ class Tokenizer:
         parts: list[int] = []
         for text, is_control in segments:
             parts += [self.control_tokens[text]] if is_control else self._encode_plain(text)
-        if add_special_tokens and self.rust is not None:
-            before, after = self._added_around
-            begins_with_bos = bool(parts) and parts[0] == self.bos_token_id and before[-1:] == [self.bos_token_id]
-            parts = (before[:-1] if begins_with_bos else before) + parts + after
-        return np.array(parts, np.int32)
+        ids = np.array(parts, np.int32)
+        return self._with_added(ids) if add_special_tokens and self.rust is not None else ids
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids, exactly as the tokens spell it (no spaces are cleaned up)."""
@@ -95,6 +103,26 @@ class Tokenizer:
     def _one_bos(self, text: str, ids: np.ndarray) -> np.ndarray:
         doubled = len(ids) > 1 and ids[0] == self.bos_token_id and ids[1] == self.bos_token_id
         return ids[1:] if doubled and self.bos_token and text.startswith(self.bos_token) else ids
+
+    def _with_added(self, ids: np.ndarray) -> np.ndarray:
+        """With the special ids that a raw text gets, but not with a second BOS."""
+        before, after = self._added_around
+        begins_with_bos = len(ids) > 0 and ids[0] == self.bos_token_id and before[-1:] == [self.bos_token_id]
+        return np.concatenate([before[:-1] if begins_with_bos else before, ids, after]).astype(np.int32, copy=False)
+
+    def _encode_in_pieces(self, texts: Sequence[str], add_special_tokens: bool) -> list[np.ndarray]:
+        pieces, of_text = cut_shared(texts)
+        ids = self.encode_whole(pieces, False)
+        whole = [ids[of[0]] if len(of) == 1 else np.concatenate([ids[piece] for piece in of]) for of in of_text]
+        return [self._with_added(row) for row in whole] if add_special_tokens else whole
+
+    def _same_in_pieces(self, texts: Sequence[str]) -> bool:
+        """A check on some of the job's own texts of what `may_cut` says."""
+        return all(
+            np.array_equal(a, b)
+            for special in (False, True)
+            for a, b in zip(self._encode_in_pieces(texts, special), self.encode_whole(texts, special))
+        )
 
     def _encode_plain(self, text: str) -> list[int]:
         if self._plain is not None:
